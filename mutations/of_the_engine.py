@@ -58,7 +58,13 @@ MUTATIONS = (
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",
-        (("if tensor._version != self.version:", "if False:"),),
+        (("if changes := tensor._version - self.version:", "if changes := 0:"),),
+    ),
+    Mutation(
+        "written-by-a-backward",
+        "an op that runs again reads what a Function's backward wrote to a value that it was given",
+        "engine/values.py",
+        (("self.version = tensor._version  #", "pass  #"),),
     ),
     Mutation(
         "unseen-write-not-noticed",

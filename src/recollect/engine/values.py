@@ -33,6 +33,8 @@ _EVEN_BYTES = 256
 
 # Marks a value whose tensor is not watched for changes; the version of those that do not count them.
 UNWATCHED = -1
+# The label of values that were dropped.
+_MADE_AGAIN = ("", "", "")
 
 Layout = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
 """Shape, strides, storage offset and dtype, which tell apart tensors on one storage."""
@@ -60,7 +62,7 @@ class TapeValue(Value):
         tensor: torch.Tensor | None = None,
         node: Node | None = None,
         version: int = UNWATCHED,
-        label: tuple[str, str, str] = ("", "", ""),
+        label: tuple[str, str, str] = _MADE_AGAIN,
         content: bytes | int | None = None,
     ) -> None:
         self.tensor = tensor
@@ -74,7 +76,9 @@ class TapeValue(Value):
     def take(self, tensor: Any) -> None:
         self.tensor = tensor
         self.node = None
-        self.stream = None if tensor is None else stream_of(tensor)
+        if tensor is not None:
+            self.stream = stream_of(tensor)
+            self.version = tensor._version  # A Function's backward that gets it may write to it.
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor to run an op on it again; raise an error if it has changed since it was taken."""
@@ -96,10 +100,10 @@ class TapeValue(Value):
             read_here(tensor, self.stream)
         if self.version == UNWATCHED:
             return tensor
-        unit, module, op = self.label
-        check_filled(tensor, unit, module, op)
-        if tensor._version != self.version:
-            changes = tensor._version - self.version
+        if self.label is not _MADE_AGAIN:
+            check_filled(tensor, *self.label)
+        if changes := tensor._version - self.version:
+            unit, module, op = self.label
             raise MutatedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape), changes=changes)
         return tensor
 
@@ -365,11 +369,7 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     """Let `snapshot_leaves` find this value when its storage is about to be written to."""
-    known = vars(storage)
-    leaves: list[weakref.ref[TapeValue]] | None = known.get(_LEAVES)
-    if leaves is None:
-        known[_LEAVES] = [weakref.ref(value)]
-        return
+    leaves: list[weakref.ref[TapeValue]] = vars(storage).setdefault(_LEAVES, [])
     if len(leaves) >= _SWEEP_LENGTH:
         leaves[:] = [reference for reference in leaves if reference() is not None]
     leaves.append(weakref.ref(value))

@@ -161,6 +161,28 @@ def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
             loss.backward()
 
 
+class _WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.detach().cos_().mul_(gradient)
+
+
+def test_what_a_backward_writes_to_is_not_read_by_ops_that_run_again() -> None:
+    def function(hidden: Tensor) -> Tensor:
+        doubled = hidden * 2
+        return (doubled * 3).sin().exp() + _WritesInBackward.apply(doubled)  # type: ignore[no-any-return, no-untyped-call]
+
+    unit = unit_of(function)
+    with apply_policy(unit, [""], FULL), pytest.raises(MutatedValueError, match="was changed in place 2 times before"):
+        unit(rows()).sum().backward()
+
+
 @pytest.mark.parametrize(("name", "num_again"), [("slices put together", 2), ("slices filled out of sight", 0)])
 def test_a_buffer_is_filled_again_if_all_of_it_was_filled_in_sight(name: str, num_again: int) -> None:
     def num_copies(policy: Policy) -> int:
