@@ -90,8 +90,8 @@ MUTATIONS = (
         "engine",
         (
             (
-                "with reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
-                "with reruns, Replaying(), torch.enable_grad(), below_autograd():",
+                "with mapped, reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
+                "with mapped, reruns, Replaying(), torch.enable_grad(), below_autograd():",
             ),
         ),
     ),

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import FunctionMeta
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,6 +40,22 @@ def above_autograd() -> Iterator[None]:
 # Run code without any of the dispatch modes that are active; tensor subclasses still work, as they would not under
 # `disable_torch_dispatch`.
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+
+
+_VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
+_VMAP_MODES = torch._C.DispatchKeySet(_VMAP_MODE)
+
+
+def maps_gradients() -> bool:
+    """Whether backward runs for several gradients at once (`is_grads_batched`, `vmap`)."""
+    return peek_interpreter_stack() is not None or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+
+
+@contextmanager
+def outside_vmap() -> Iterator[None]:
+    """Run ops of forward as they ran there: `vmap` refuses those that draw random numbers."""
+    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES):
+        yield
 
 
 class FunctionWatcher(Protocol):

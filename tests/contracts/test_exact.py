@@ -159,7 +159,25 @@ def differentiated_in_evaluation(case: Case, place: Place) -> Step:
     return run.noted
 
 
-LOOPS = (toggled, applied_again, copied, two_models, differentiated_in_evaluation)
+def for_several_gradients(case: Case, place: Place) -> Step:
+    """At once, in two ways, in each of which `vmap` refuses to draw random numbers."""
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        run.through(plain, plain)
+        for is_mapped in (False, True):
+            data, losses = run.losses()
+            outputs, rows = torch.stack(losses * 2), torch.eye(len(losses) * 2)
+            if is_mapped:
+                found = torch.func.vmap(partial(torch.autograd.grad, outputs, data))(rows)
+            else:
+                found = torch.autograd.grad(outputs, data, rows, is_grads_batched=True)
+            run.note("gradients", found[0])
+            run.end_step()
+    return run.noted
+
+
+LOOPS = (toggled, applied_again, copied, two_models, differentiated_in_evaluation, for_several_gradients)
 # Of these, each loop runs three, and each unit meets three loops.
 LOOPED = ("dropout", "cross_attention", "batch_norm_2d", "in_place", "weights_tied")
 

@@ -8,15 +8,17 @@ are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from recollect._torch_functions import maps_gradients, outside_vmap
 from recollect.engine.draws import Draw, first_run
 from recollect.engine.graph.bindings import binding_of
 from recollect.engine.graph.cut import Cut
-from recollect.engine.graph.trace import ADDS
+from recollect.engine.graph.trace import ADDS, RESHAPES
 from recollect.engine.graph.traced_op import TracedOp, TracedTensor
 
 Run: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -49,7 +51,8 @@ def backward_in_parts(cut: Cut, parts: Sequence[Part]) -> RunInParts:
 
 
 def _draw_again(draw: Draw | None, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs) if draw is None else draw.again(func, args, kwargs)
+    with outside_vmap() if maps_gradients() else nullcontext():
+        return func(*args, **kwargs) if draw is None else draw.again(func, args, kwargs)
 
 
 class _Text:
@@ -166,7 +169,10 @@ class _Text:
             if op in self._drawing:
                 return f"{self._constant(first_run)}({self._constant(op.facts)}, {self._constant(op.func)}, {packed})"
             return f"{self._constant(_draw_again)}({self._drawn[op]}, {self._constant(op.func)}, {packed})"
-        return f"{self._constant(binding_of(op.func))}({', '.join(filter(None, (positional, named)))})"
+        # `vmap` lays some gradients out differently.
+        is_reshape = op.is_backward and op.func in RESHAPES
+        binding = torch.Tensor.reshape if is_reshape else binding_of(op.func)
+        return f"{self._constant(binding)}({', '.join(filter(None, (positional, named)))})"
 
     def _runs_again(self, op: TracedOp) -> bool:
         return self._title == "backward" and not op.is_backward

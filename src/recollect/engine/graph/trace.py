@@ -42,7 +42,7 @@ _NO_MODES: Final = ()
 _NO_OPS = frozenset({"prim", "profiler"})
 # The op that eager mode adds gradients with.
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
-_RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
+RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
 
 # Formulas of gradients that look at numbers, but not at those of fake tensors: these get different formulas, with different
 # bits. Each with the position of the argument that it is the gradient of.
@@ -344,7 +344,7 @@ class _Recorder(OpMode):
         output = laid_out(func, facts, args, kwargs, func(*args, **kwargs))
         if facts.is_view and not facts.is_collective and self._is_known_view(output):
             return output
-        if func in _RESHAPES:
+        if func in RESHAPES:
             self._skip_reshape(op)
         op.is_random = facts.is_random and draws_numbers(facts, args, kwargs)
         op.keeps = (facts.may_keep and must_keep_result(facts, args, output, kwargs)) or (
@@ -381,7 +381,7 @@ class _Recorder(OpMode):
         """Reshape the input of an earlier reshape, if that is contiguous."""
         (before,) = op.reads
         maker = before.maker
-        if maker is not None and maker.func in _RESHAPES and maker.reads[0].is_contiguous:
+        if maker is not None and maker.func in RESHAPES and maker.reads[0].is_contiguous:
             op.reads = [maker.reads[0]]
             op.args = (maker.reads[0], *op.args[1:])
 
