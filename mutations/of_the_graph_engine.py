@@ -233,8 +233,14 @@ MUTATIONS = (
     Mutation(
         "graph-other-memory",
         "a trace is run though inputs share memory that it writes to, unlike in the traced call",
-        "engine/graph/trace.py",
-        (("if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:", "if False:"),),
+        "engine/graph/shared_memory.py",
+        (("if group != [index for index, one in enumerate(memory) if one == memory[group[0]]]:", "if False:"),),
+    ),
+    Mutation(
+        "graph-other-views",
+        "an input that was a view of another one when the unit was traced is read from that one ever after",
+        "engine/graph/shared_memory.py",
+        (("if len(group) > 1 or storage in written", "if storage in written"),),
     ),
     Mutation(
         "graph-layouts-of-gradients",

@@ -1226,6 +1226,15 @@ class _InferenceWeights(nn.Module):
         return x.exp() - self.seen
 
 
+def _at_times_a_view(units: Any, x: Tensor) -> Any:
+    units[0].count += 1
+    return units[0](x, (x if units[0].count % 3 else x.sin())[:, :4])
+
+
+units(
+    {"view of the other input at times": lambda self, x, y: self.first(x).sin() * torch.cat([x[:, :4].exp(), y], 1)},
+    calls=_at_times_a_view,
+)
 modules({"sparse weight": _SparseWeight, "weights of inference mode": _InferenceWeights}, _inner)
 
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.

@@ -38,7 +38,8 @@ from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code_names import check_code
 from recollect.engine.graph.node import TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
-from recollect.engine.graph.trace import OtherMemoryError, Trace
+from recollect.engine.graph.shared_memory import OtherMemoryError
+from recollect.engine.graph.trace import Trace
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy

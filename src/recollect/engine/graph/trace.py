@@ -33,6 +33,7 @@ from recollect.engine.draws import draws_numbers, draws_unknown
 from recollect.engine.facts import OpMode, facts_of, must_keep_result
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.real_layouts import laid_out
+from recollect.engine.graph.shared_memory import OtherMemoryError, SharedMemory
 from recollect.engine.graph.traced_op import Layout, TracedOp, TracedTensor, grad_dtype_of
 from recollect.engine.opcall import current_settings
 from recollect.programs.cut import UntraceableError
@@ -66,10 +67,6 @@ class BackwardTrace:
     """The gradients that it begins with, without those that are not there."""
     gradients: list[list[TracedTensor]]
     """For each input, the addends of its gradient in eager mode, in order; empty for one without."""
-
-
-class OtherMemoryError(Exception):
-    """A unit writes to memory that its inputs share in a call, unlike in the traced one, or the other way round."""
 
 
 class Trace:
@@ -136,7 +133,7 @@ class Trace:
         self._edges = self._find_edges()
         self._num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
-        self._written = self._written_inputs()
+        self._memory = SharedMemory(self.inputs, self.ops)
 
     def _check_outputs(self) -> None:
         """Refuse anything that autograd would have to be told of."""
@@ -187,20 +184,11 @@ class Trace:
         """Check what guards do not see.
 
         Raises:
-            OtherMemoryError: it writes to memory that inputs share differently, or gradients have different types.
+            OtherMemoryError: its inputs share memory differently, or gradients have different types.
         """
         if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):
             raise OtherMemoryError
-        memory = [one.untyped_storage()._cdata for one in inputs] if self._written else []
-        for group in self._written:
-            if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:
-                raise OtherMemoryError
-
-    def _written_inputs(self) -> list[list[int]]:
-        """Return the groups of inputs, each on memory of its own, to which its ops write."""
-        written = {storage for op in self.ops for storage in (*op.written, *(one.storage for one in op.updated))}
-        groups = ([i for i, one in enumerate(self.inputs) if one.storage == storage] for storage in written)
-        return [group for group in groups if group]
+        self._memory.check(inputs)
 
     def num_edges(self, index: int) -> int:
         """Return how many gradients eager mode may add up for an input; 1 for one that has none."""
