@@ -55,6 +55,12 @@ MUTATIONS = (
         (("return is_same or is_partitioned(parameter)", "return True"),),
     ),
     Mutation(
+        "forward-lost-in-copies",
+        "a copy of a planned model lacks the forwards that its user put on modules, and computes something else",
+        "engine/placed_forward.py",
+        (("return operator.getitem, ((self.forward,), 0)", 'return getattr, (self.module, "forward")'),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

@@ -4,6 +4,7 @@ What apply leaves alone in a model, and how it composes with hooks, threads and 
 """
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -105,9 +106,15 @@ def test_forward_of_the_instance_is_put_back() -> None:
     assert vars(block)["forward"] is mine
 
 
+def _twice(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return forward(forward(hidden))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """And it has the forward that somebody else has put on a module."""
     model, plan = stack(), block_plan("gelu")
+    vars(model.blocks[0])["forward"] = functools.partial(_twice, model.blocks[0].forward)
     plain = ops(model, ROWS)
     with recollect.apply(model, plan) as applied:
         twin = copied(model)

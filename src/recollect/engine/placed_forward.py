@@ -6,6 +6,7 @@ The micro-batches of a pipeline's stage may have separate plans: one after the o
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -34,7 +35,7 @@ _Handle = TypeVar("_Handle", bound="Handle")
 
 
 class PlacedForward:
-    """Stands in for a module's bound `forward`; copied and pickled as the plain method, without the plan."""
+    """Stands in for a module's `forward`; copied and pickled as what it stands for, without the plan."""
 
     applied: Applied
     # All that are in place, on any model.
@@ -76,7 +77,7 @@ class PlacedForward:
         return self.forward.__code__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "forward")
+        return operator.getitem, ((self.forward,), 0)
 
     def put(self) -> None:
         self.is_on = True
