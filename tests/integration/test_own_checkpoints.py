@@ -146,6 +146,16 @@ def test_a_layer_that_fails_in_a_checkpoint_leaves_no_hooks() -> None:
         assert not has_saved_tensors_hooks()
 
 
+@pytest.mark.filterwarnings(NO_EFFECT)
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_checkpoint_is_compiled_beside_a_plan() -> None:
+    """While the compiler traces a checkpoint, it has no hooks."""
+    layer, rows = nn.Linear(32, 32), torch.randn(4, 32)
+    with applied(Net(partial(each, own))):
+        compiled = torch.compile(lambda: own(layer, rows).sin(), backend="aot_eager", fullgraph=True)()
+    assert torch.equal(compiled, layer(rows).sin())
+
+
 def test_functions_that_run_layers_again_are_named() -> None:
     reentrant = partial(each, partial(checkpoint, use_reentrant=True))
     expected, _ = steps((reentrant,))

@@ -68,7 +68,12 @@ def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
     begun, mode, saved = _units.begun, _KeepingMode(_TAPE, ""), list[list[Any]]()
     with closing(checkpoint):
         next(checkpoint)
-        pack, unpack = top_saved_tensors_hooks()
+        hooks = top_saved_tensors_hooks()
+        if hooks is None:  # The compiler traces it, and there are none.
+            yield
+            next(checkpoint, None)
+            return
+        pack, unpack = hooks
 
         @untraced
         def hold(tensor: torch.Tensor) -> list[Any]:
