@@ -202,7 +202,10 @@ def backward_of(function: Any) -> Callable[..., Any]:
     own: Callable[..., Any] = function.backward
     if not is_of_an_op(function):
         return own
-    return inspect.getclosurevars(own).nonlocals["info"]._backward_fn or own
+    held = inspect.getclosurevars(own).nonlocals
+    if "orig_backward" in held:  # An op on lists of tensors has one around it.
+        held = inspect.getclosurevars(held["orig_backward"]).nonlocals
+    return held["info"]._backward_fn or own
 
 
 def is_of_an_op(function: Any) -> bool:

@@ -45,6 +45,19 @@ scaled_sine.register_fake(torch.empty_like)
 scaled_sine.register_autograd(lambda ctx, gradient: gradient * SCALE[0])
 
 
+@torch.library.custom_op("recollect_tests::sines", mutates_args=())
+def sines(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """sin(x) of each tensor."""
+    return [tensor.sin() for tensor in tensors]
+
+
+sines.register_fake(lambda tensors: [torch.empty_like(tensor) for tensor in tensors])
+sines.register_autograd(
+    lambda ctx, gradients: [gradient * x.cos() for gradient, x in zip(gradients, ctx.saved_tensors, strict=True)],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0]),
+)
+
+
 @torch.library.custom_op("recollect_tests::drop", mutates_args=())
 def drop(x: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout and its mask; the op reads the generator and does not say so, as flash-attn's does not."""
