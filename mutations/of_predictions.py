@@ -560,4 +560,10 @@ MUTATIONS = (
         "planning",
         (("found.step_s >= (1 - SAME_TIME) * best.step_s", "found.step_s < (1 - SAME_TIME) * best.step_s"),),
     ),
+    Mutation(
+        "results-beside-a-write-unseen",
+        "what an op returns beside what it writes, as of `rrelu` and its noise, is not known to be kept",
+        "recording/step_recorder.py",
+        (("                self.note_opaque(storage)\n", "                pass\n"),),
+    ),
 )

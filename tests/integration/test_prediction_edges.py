@@ -114,6 +114,16 @@ def test_a_product_needs_no_bytes_of_what_it_does_not_read() -> None:
     assert max(peaks_bytes) - min(peaks_bytes) < SCORES.nbytes, "a copy, or an empty one, in each layer"
 
 
+def sum_of_leaky_parts(hidden: Tensor) -> Tensor:
+    """The op of `rrelu` writes to its noise, and returns something else, which autograd does not save."""
+    return nn.functional.rrelu(hidden.repeat(1, 1, 4), training=True).unflatten(-1, (4, 16)).sum(-2)
+
+
+def test_what_is_kept_of_an_op_that_writes_elsewhere() -> None:
+    torch.manual_seed(0)
+    check(nn.Sequential(*(Layer(sum_of_leaky_parts) for _ in range(4))), torch.randn(4, 128, 16))
+
+
 @pytest.mark.parametrize("function", [real_part, complex_product, conjugate])
 def test_numbers_of_another_type_on_the_same_storage(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

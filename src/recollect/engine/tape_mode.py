@@ -163,7 +163,8 @@ class TapeMode(OpMode):
         if agreement is not None:
             agreement.meet(name_of_group(args, kwargs))
         if torch.is_grad_enabled() or self.is_in_collective:
-            actions = self._op_actions(facts, not facts.writes or is_dropped(args[0] if args else None))
+            may_bind = not facts.writes or (facts.writes[0] == 0 and is_dropped(args[0] if args else None))
+            actions = self._op_actions(facts, may_bind)
         if facts.writes or not actions:
             output = self._run_write(func, facts, args, kwargs, actions) if facts.writes else func(*args, **kwargs)
             return self.told(facts, output) if self._unnamed else output

@@ -28,6 +28,7 @@ from recollect.recording.step_recorder import Mark, StepRecorder
 from recollect.recording.trackers import (
     Persistent,
     RecordedCall,
+    RecordedOp,
     Tracked,
     TrackedValue,
     hold_need,
@@ -197,8 +198,9 @@ class _RecordingMode(FunctionMode):
                 recorder.keep(facts.written_by(args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.tape.is_kept_op = False
-        if index is not None and len(recorder.calls[index].ops) > num_ops:
-            self._mark_results(index, facts_of(func), args, output)
+        if index is not None:
+            for op in recorder.calls[index].ops[num_ops:]:
+                self._mark_results(index, op, facts_of(func), args, output)
         return output
 
     def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
@@ -211,13 +213,12 @@ class _RecordingMode(FunctionMode):
                 record.base.hold(laid_out(held, record.layout), version)
         return known
 
-    def _mark_results(self, index: int, facts: OpFacts, args: Any, output: Any) -> None:
+    def _mark_results(self, index: int, op: RecordedOp, facts: OpFacts, args: Any, output: Any) -> None:
         """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too.
 
         Note the content of those that ranks may hold as parts.
         """
         call, ranks = self.recorder.calls[index], self.recorder.ranks
-        op = call.ops[-1]
         results = {(index, value) for value in op.outputs}
         for tensor in tree_leaves((output, args[:1])):
             storage = storage_of(tensor)

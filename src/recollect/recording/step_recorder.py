@@ -170,6 +170,9 @@ class StepRecorder:
                 self._track_others(node, args, kwargs, output)
         elif facts.writes:
             self._note_write(self.current, facts, args, kwargs, run)
+            # It may write statistics, or noise: the tape has no recipe for what it returns.
+            for _, storage in _made(results_of(output), args, kwargs):
+                self.note_opaque(storage)
         else:
             self._note_op(self.current, facts, args, kwargs, output, run)
             if func is torch.ops.aten._local_scalar_dense.default:
@@ -281,20 +284,13 @@ class StepRecorder:
 
     def _note_op(self, index: int, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         call = self.calls[index]
-        arguments = [storage_of(t) for t in tree_leaves((args, kwargs))]
-        results = results_of(output)
-        fresh = [
-            (position, storage)
-            for position, result in enumerate(results)
-            if (storage := storage_of(result)) is not None
-            and tracker_of(storage) is None
-            and not any(storage is other for other in arguments)
-        ]
+        fresh = list(_made(results_of(output), args, kwargs))
         if not fresh:
             self._note_other(run)
             return
-        inputs = self._inputs(arguments[facts.ignores_first(args, kwargs) :])
-        names = result_names(self.pending_stem, 1 if facts.writes else facts.num_returns)
+        arguments = tree_leaves((args, kwargs))[facts.ignores_first(args, kwargs) :]
+        inputs = self._inputs(map(storage_of, arguments))
+        names = result_names(self.pending_stem, facts.num_returns)
         first = len(call.values)
         for position, storage in fresh:
             # In a list, the first one has the name by which a plan is asked for all.
@@ -382,15 +378,21 @@ class StepRecorder:
         return tuple(dict.fromkeys(index for index in indices if index is not None))
 
     def _track_others(self, node: int, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = [storage_of(t) for t in tree_leaves((args, kwargs))]
-        for tracker in map(tracker_of, arguments):
+        for tracker in map(tracker_of, map(storage_of, tree_leaves((args, kwargs)))):
             if isinstance(tracker, TrackedOther):
                 tracker.used = node
-        for result in tree_leaves(output):
-            storage = storage_of(result)
-            if storage is not None and tracker_of(storage) is None and not any(storage is a for a in arguments):
-                self._track(storage, node)
+        for _, storage in _made(tree_leaves(output), args, kwargs):
+            self._track(storage, node)
 
     def close(self) -> None:
         self.event_log.end()
         self.trackers.detach()
+
+
+def _made(results: Sequence[Any], args: Any, kwargs: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """Yield the storages that an op has made, with the positions of its results."""
+    arguments = [storage_of(tensor) for tensor in tree_leaves((args, kwargs))]
+    for position, result in enumerate(results):
+        storage = storage_of(result)
+        if storage is not None and tracker_of(storage) is None and not any(storage is its for its in arguments):
+            yield position, storage
