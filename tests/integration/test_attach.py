@@ -185,7 +185,7 @@ def test_what_is_held_beside_the_step_is_named_where_nothing_fits_any_more() -> 
     loop = commonest_loop(32, 32, 32)
     loop(model, optimizer)
     copies = [copy.deepcopy(model) for _ in range(32)]
-    beside = r"at its leanest, [0-9.]+ MiB of it for what came to be held beside the step since, which"
+    beside = r"at its leanest, [0-9.]+ MiB of it as room for what other steps do or hold, which"
     with pytest.warns(BudgetWarning, match=beside):
         loop(model, optimizer)
     assert copies

@@ -119,6 +119,10 @@ class StepUnderWay:
         is_open = recording is not None and recording.recorder.event_log.has_open_needs
         return is_open or any(backwards.is_awaited for backwards in self._backwards)
 
+    def ran_backward_within(self) -> bool:
+        """Whether the last call, which ends now, had a backward inside: a force, or a penalty on inputs."""
+        return self._backwards[-1].number > 0
+
     def is_last_foreseen(self) -> bool:
         """Whether a plan foresees the work of the last call."""
         return bool(self._foreseen) and self._foreseen[-1] is not None
@@ -265,28 +269,29 @@ class CallWatch:
         comes_to = self._placement.units.comes_to()
         # Memory for spare runs is counted separately.
         if active is not None and step.departure is None and step.is_last_foreseen() and comes_to <= 0:
-            more_bytes = self._excess(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
+            more_bytes = self._excess(active, step, is_whole=not comes_to)
             if more_bytes:
                 step.departure = Departure("held more after forward than its plan foresees", more_bytes)
         self._is_new = False
 
-    def _excess(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
-        """Return how many more bytes a call holds than others like it under a plan, and than the plan has room for.
+    def _excess(self, planned: PlannedStep, step: StepUnderWay, *, is_whole: bool) -> int:
+        """Return how many more bytes the last call holds than others like it under a plan, and than the plan has room for.
 
-        `position`: that of the call in its step. `is_whole`: all unit runs that the plan foresees happened; such calls set the
-        expected bytes.
+        `is_whole`: all unit runs that the plan foresees happened; such calls set the expected bytes.
         """
         has_traced = GraphForward.num_traces > self._num_traces
         now = None if self._begin is None or planned.is_compiling or has_traced else held_now(self._device)
         if now is None or self._begin is None:
             return 0
+        position, call = len(step.calls), step.calls[-1]
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
         # Garbage that is collected in a call makes one reading too low, not most of them.
         usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
         if self._device.type == "cpu" and has_process_group():
             usual += _COLLECTIVES_BYTES
         least = usual
-        if position == 1 and call == planned.calls[0] and planned.most_held_bytes is not None:
+        is_foretold = position == 1 and call == planned.calls[0] and not step.ran_backward_within()
+        if is_foretold and planned.most_held_bytes is not None:
             num_nodes = next_autograd_node() - self._first_node if self._device.type == "cpu" else 0
             least = min(usual, planned.most_held_bytes + max(_OWN_BYTES, num_nodes * _NODE_BYTES))
         foreseen = now if least == math.inf else self._begin + int(least) + planned.more_bytes

@@ -7,7 +7,7 @@ A step that has no plan yet runs under the leanest of those for steps that are f
 
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -125,11 +125,16 @@ def varying_bytes(profile: Profile, calls: Sequence[Call]) -> int:
     kinds = {(call.shapes, call.trained, call.traced) for call in calls}
     if len(kinds) > 1 or not all(call.is_alike(calls[0]) for call in calls):
         return 0
+    runs, begun = Counter(call.path for call in profile.calls), Counter[str]()
     saved, whole = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
     for call in profile.calls:
+        # Two runs within a call may differ at any data, as those of a head on several scales do.
+        in_each, rest = divmod(runs[call.path], len(calls))
+        run = 0 if rest else begun[call.path] % in_each
+        begun[call.path] += 1
         values = profile.graph_of(call).values
-        saved[call.path, len(values)].append(sum(value.nbytes for value in values if value.saved))
-        whole[call.path, len(values)].append(sum(value.nbytes for value in values))
+        saved[call.path, run, len(values)].append(sum(value.nbytes for value in values if value.saved))
+        whole[call.path, run, len(values)].append(sum(value.nbytes for value in values))
     kept_bytes = sum(max(sizes) - min(sizes) for sizes in saved.values())
     return kept_bytes + max((max(sizes) - min(sizes) for sizes in whole.values()), default=0)
 

@@ -385,7 +385,7 @@ class StepPlanner:
         )
         expect(planned)
         if not planned.fits:
-            beside = f", {format_bytes(more_bytes)} of it for what came to be held beside the step since"
+            beside = f", {format_bytes(more_bytes)} of it as room for what other steps do or hold"
             self._warn_of(
                 planned.peak_bytes,
                 f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "

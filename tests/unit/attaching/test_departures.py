@@ -569,6 +569,49 @@ def test_nodes_of_the_graph_are_no_memory_that_a_plan_should_have_foreseen() -> 
         assert attached.recorded_steps == [0]
 
 
+class Force(Blocks):
+    """Takes a gradient within its forward, whose graph it holds, as a force field does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(super().forward(x.requires_grad_()), x, create_graph=True)
+        return force.square().sum()
+
+
+class Heads(Blocks):
+    """Runs one block on two scales."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[0](x[:64]).square().mean()
+
+
+class Observed(nn.Module):
+    """Its op updates statistics, and returns what it makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = torch.ones(1, dtype=torch.long)
+        self.statistics = [torch.zeros(1), torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.fused_moving_avg_obs_fake_quant(x, self.on, self.on, *self.statistics, 0.01, 0, 255, -1)
+        return made
+
+
+@pytest.mark.parametrize(("kind", "budget"), [(Force, "100%"), (Heads, "100%"), (Observed, "95%")])
+def test_what_every_step_does_is_no_departure(kind: type[nn.Module], budget: str) -> None:
+    model = Blocks() if kind is Observed else kind()
+    if kind is Observed:
+        for block in model.blocks:
+            block.insert(2, Observed())
+    with attached_loop(budget, model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        step(model, optimizer, rows=512)
+        warnings.simplefilter("error", BudgetWarning)
+        step(model, optimizer, rows=512)
+        step(model, optimizer, rows=512)
+        assert attached.recorded_steps == [0] and attached.planned[0].more_bytes == 0
+
+
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["NumPy's", "a tensor"])
 def test_only_tensors_count_as_held_beside_the_step(model: Blocks, is_tensor: bool) -> None:
@@ -588,7 +631,7 @@ def test_what_was_there_before_the_first_planned_step_counts_too(model: Blocks) 
     with attached_loop("100%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512)
         held = torch.zeros(1 << 20)
-        with pytest.warns(BudgetWarning, match=r"[34]\.\d MiB of it for what came to be held beside the step since"):
+        with pytest.warns(BudgetWarning, match=r"[34]\.\d MiB of it as room for what other steps do or hold"):
             step(model, optimizer, rows=512)
         assert 0.95 * held.nbytes < attached.planned[0].more_bytes <= held.nbytes
 
