@@ -55,6 +55,12 @@ MUTATIONS = (
         (("return is_same or is_partitioned(parameter)", "return True"),),
     ),
     Mutation(
+        "saved-weights-without-attributes",
+        "a Function's backward gets a weight that it saved without the attributes that are on it",
+        "_torch_functions.py",
+        (("return tuple([parameters.get(index, one)", "return tuple([one"),),
+    ),
+    Mutation(
         "forward-lost-in-copies",
         "a copy of a planned model lacks the forwards that its user put on modules, and computes something else",
         "engine/placed_forward.py",

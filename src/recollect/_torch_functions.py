@@ -19,6 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import FunctionMeta
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode, noop_context_fn
@@ -142,11 +143,10 @@ class _Call:
         sets_up = self.function.setup_context is not torch.autograd.Function.setup_context
         # If the call that began has failed, this may be a different one, through `Function.forward`.
         is_call = sets_up or (args and isinstance(args[0], torch.autograd.function.BackwardCFunction))
-        if watch is not None and is_call:
-            self._watcher = watch(self.function, args if sets_up else args[1:], kwargs)
-        if self._watcher is None:
+        if watch is None or not is_call:
             return self._forward(*args, **kwargs)
-        output = self._watcher.run(self._forward, args, kwargs)
+        self._watcher = watch(self.function, args if sets_up else args[1:], kwargs)
+        output = self._run(self._forward, args, kwargs)
         if sets_up:
             _calls.unset = self
         else:
@@ -154,22 +154,49 @@ class _Call:
         return output
 
     def set_up(self, setup_context: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
-        assert self._watcher is not None
-        result = self._watcher.run(setup_context, (context, inputs, output), {})
+        result = self._run(setup_context, (context, inputs, output), {})
         self._end(context, output)
         return result
 
+    def _run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return code(*args, **kwargs) if self._watcher is None else self._watcher.run(code, args, kwargs)
+
     def _end(self, context: Any, output: Any) -> None:
-        assert self._watcher is not None
+        _give_back_parameters(context)
+        if self._watcher is None:
+            return
         saved = (
             [tensor for tensor in context.to_save or () if tensor is not None] if any(context.needs_input_grad) else []
         )
         self._watcher.end(output, saved, bool(context.dirty_tensors))
 
 
+_PARAMETERS = "_recollect_parameters"
+_all_saved: Any = torch._C._FunctionBase.saved_tensors
+
+
+def _give_back_parameters(context: Any) -> None:
+    """Have a Function's backward get the parameters that it saved, with their attributes (`main_grad`).
+
+    Of what hooks of saved tensors return, PyTorch makes new tensors, which have none.
+    """
+    saved = enumerate(context.to_save or ())
+    # ZeRO-3 takes the content away from them.
+    found = {index: one for index, one in saved if isinstance(one, Parameter) and not hasattr(one, "ds_tensor")}
+    if found:
+        vars(context)[_PARAMETERS] = found
+        type(context).saved_tensors = _saved_tensors
+
+
+@property  # type: ignore[misc]
+def _saved_tensors(context: Any) -> tuple[Any, ...]:
+    parameters = vars(context).get(_PARAMETERS, {})
+    return tuple([parameters.get(index, one) for index, one in enumerate(_all_saved.__get__(context))])
+
+
 # Not traced by `torch.compile`, but the code that they call is.
 _frames = torch._C._dynamo.eval_frame
-for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__):
+for _code in (_look_up.__code__, *(one.__code__ for one in (_Call.__call__, _Call.set_up, _Call._run))):
     _frames.set_code_exec_strategy(
         _code, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
     )

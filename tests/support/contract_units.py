@@ -1226,6 +1226,30 @@ class _InferenceWeights(nn.Module):
         return x.exp() - self.seen
 
 
+class ScaledWeight(torch.autograd.Function):
+    """Its backward reads an attribute of the weight that it saved, as quantized ones have scales."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t() * getattr(weight, "scale", 1.0), x.t() @ gradient
+
+
+units(
+    {
+        "function that reads an attribute of a weight": lambda self, x: ScaledWeight.apply(
+            self.first(x).sin(), self.weight
+        )
+    },
+    prepare=lambda model: setattr(model.units[0].weight, "scale", 0.5),
+)
+
+
 def _at_times_a_view(units: Any, x: Tensor) -> Any:
     units[0].count += 1
     return units[0](x, (x if units[0].count % 3 else x.sin())[:, :4])
