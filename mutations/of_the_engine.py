@@ -549,4 +549,10 @@ MUTATIONS = (
         "engine/policy.py",
         ((" and not is_partitioned(tensor):", ":"),),
     ),
+    Mutation(
+        "short-runs-settle",
+        "runs that call ops less often than the plan foresees tell which modules need no watching",
+        "engine/policy.py",
+        (("not self.policy.are_met(unit_path, counts)", "not self.policy"),),
+    ),
 )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import recollect
 from blocks import Computes, mean_square
 from gradients import assert_same_gradients, gradients
 from policies import Only
@@ -20,6 +21,8 @@ from recollect.engine.function_mode import FunctionMode
 from recollect.engine.tape import Tape
 from recollect.errors import MutatedValueError
 from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from watch import Watch
 
 WIDTH = 16
@@ -196,6 +199,28 @@ def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
                 kept.append(step_keeps(model))
                 assert_same_gradients(expected, gradients(model, batch(), mean_square))
     assert len(set(kept)) == 1, kept
+
+
+def test_short_runs_tell_nothing_of_what_only_long_ones_drop() -> None:
+    length = 8
+
+    def recurrent(hidden: Tensor) -> Tensor:
+        for _ in range(length):
+            hidden = hidden.sin()
+        return hidden
+
+    unit = Computes(lambda self, x: self.loop(x), loop=calls(recurrent))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), unit)
+    plan = Plan(
+        {"1": UnitPlan({f"loop.sin#{n}" if n else "loop.sin": "recompute" if n > 2 else "keep" for n in range(8)})}
+    )
+    kept = []
+    for lengths in ([8], [2, 2, 2, 8]):
+        with recollect.apply(model, plan):
+            for length in lengths:  # noqa: B007
+                now = step_keeps(model)
+        kept.append(now)
+    assert kept[0] == kept[1]
 
 
 def test_a_module_that_fails_leaves_the_tape_in_order() -> None:

@@ -26,11 +26,17 @@ from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
-from recollect.plans.value_names import collective_kind, module_of, result_names, value_stem
+from recollect.plans.value_names import collective_kind, op_of, result_names, value_stem
 from recollect.replay import KeptPass
 from recollect.tensors import version_of
 from recollect.warning import warn_user
 from recollect.weak_map import WeakMap
+
+ModuleKey = tuple[str, str]
+"""Paths of a unit and of a module in it; the second is empty for the unit itself."""
+
+OpKey = tuple[str, str, str]
+"""A `ModuleKey` and the name of an op that the module runs."""
 
 
 class Policy(Protocol):
@@ -68,15 +74,15 @@ class PlanPolicy:
     def __init__(self, units: Mapping[str, UnitPlan]) -> None:
         self._units = units
         self._by_stem: dict[tuple[str, str], set[Action]] = {}
-        self._acting = {
-            (path, module_of(name))
-            for path, unit in units.items()
-            for name, action in unit.actions.items()
-            if action is not Action.KEEP
-        }
+        # For the ops of each module of a unit, how many calls a run has that meets all values which are not kept.
+        self._acting: dict[str, dict[str, Counter[str]]] = {}
         for path, unit in units.items():
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
+                if action is not Action.KEEP:
+                    module_path, op_name, count = op_of(name)
+                    calls = self._acting.setdefault(path, {}).setdefault(module_path, Counter())
+                    calls[op_name] = max(calls[op_name], count + 1)
         self._has_warned = False
         self.departs: Callable[[str, str], object] | None = None
         self.unnamed: set[tuple[str, str]] = set()
@@ -99,7 +105,16 @@ class PlanPolicy:
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Whether the plan does anything but keep all of a module's values."""
-        return (unit_path, module_path) in self._acting
+        return module_path in self._acting.get(unit_path, ())
+
+    def are_met(self, unit_path: str, counts: Mapping[OpKey, int]) -> bool:
+        """Whether a run of a unit with so many calls of its ops has met all values that the plan does not keep."""
+        modules = self._acting.get(unit_path, {})
+        return all(
+            counts.get((unit_path, module_path, op_name), 0) >= number
+            for module_path, calls in modules.items()
+            for op_name, number in calls.items()
+        )
 
     def output_action(self, unit_path: str) -> Action:
         unit = self._units.get(unit_path)
@@ -161,12 +176,6 @@ class DropAll:
 # A unit that runs twice per step may get a different unit's dropped output only the second time.
 _RUNS_TO_SETTLE = 2
 
-ModuleKey = tuple[str, str]
-"""Paths of a unit and of a module in it; the second is empty for the unit itself."""
-
-OpKey = tuple[str, str, str]
-"""A `ModuleKey` and the name of an op that the module runs."""
-
 OpActions = tuple[Action, ...]
 """Actions for the results of an op, in order: one action if it applies to all, and none to keep all."""
 ALL_KEPT: OpActions = ()
@@ -225,9 +234,15 @@ class TapeState:
         # Of each backward that keeps its graph, held only by that backward: if it fails, nothing stays behind.
         self._passes: dict[int, weakref.ref[KeptPass]] = {}
 
-    def learn(self, seen: dict[ModuleKey, Watch]) -> None:
-        """Learn from one call of a unit which ops and saves of its modules need watching: rule 9."""
-        for key, watch_of in seen.items():
+    def learn(self, unit_path: str, counts: Mapping[OpKey, int], seen: dict[ModuleKey, Watch]) -> None:
+        """Learn from a run of a unit which ops and saves of its modules need watching (rule 9); take that from `seen`.
+
+        A run on shorter sequences may call ops less often than the plan foresees, and save none of what it drops.
+        """
+        own = {key: seen.pop(key) for key in tuple(seen) if key[0] == unit_path}
+        if isinstance(self.policy, PlanPolicy) and not self.policy.are_met(unit_path, counts):
+            return
+        for key, watch_of in own.items():
             before = self._watched.get(key, Watch(self.policy.acts_in(*key), False))
             self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
             self._num_runs[key] += 1

@@ -204,7 +204,7 @@ class Tape(TapeState):
                     _put_back(mode, hooks)
                     raise
             if mode.unsettled:
-                self.learn(mode.unsettled)
+                self.learn(unit_path, mode.counts, mode.unsettled)
         except BaseException:
             if mode.place is not None:
                 mode.place[0].timetable.end()
@@ -288,6 +288,8 @@ def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
     mode.unit_path, mode.counts, mode.call, mode.place = unit_path, {}, Recipes(), mode.tape.next_place()
     try:
         yield mode
+        if mode.unsettled:
+            mode.tape.learn(unit_path, mode.counts, mode.unsettled)
     finally:
         mode.unit_path, mode.counts, mode.call, mode.place = outer
 

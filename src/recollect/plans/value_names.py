@@ -49,3 +49,15 @@ def module_of(value_name: str) -> str:
     if len(parts) > 1 and parts[-1].isdigit():
         parts.pop()
     return ".".join(parts[:-1])
+
+
+def op_of(value_name: str) -> tuple[str, str, int]:
+    """Return the module and the op that compute a value, and which call of the op it is, from 0.
+
+    Example:
+        >>> op_of("mlp.down_proj.mm#1"), op_of("mlp.router.topk.0"), op_of("add")
+        (('mlp.down_proj', 'mm', 1), ('mlp.router', 'topk', 0), ('', 'add', 0))
+    """
+    module_path = module_of(value_name)
+    op_name, _, rest = value_name.removeprefix(f"{module_path}.").partition("#")
+    return module_path, op_name.partition(".")[0], int(rest.partition(".")[0] or 0)
