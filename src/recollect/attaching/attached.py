@@ -77,9 +77,7 @@ class Attached(Handle):
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
-        self._watcher = Watcher(
-            self._begin_call, lambda: self._watch.end(self._now, self._structure), self._abandon_step, self._departs
-        )
+        self._watcher = Watcher(self._begin_call, self._end_call, self._abandon_step, self._departs)
         self._placement = Placement(model, self._watcher)
         self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
@@ -195,6 +193,10 @@ class Attached(Handle):
             self._meter.begin(active, self.num_steps)
             self._clock.begin(active)
         self._watch.begin(step, is_planned=is_planned)
+
+    def _end_call(self) -> None:
+        self._watch.end(self._now, self._structure)
+        self._end.note_end_of_call()
 
     def _begin_step(self) -> None:
         if self._structure.look():
@@ -318,7 +320,7 @@ class Attached(Handle):
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)
-        if not self._now.calls and not self.num_steps:
+        if not self._now.calls and not self.num_steps and self._structure.has_gradients():
             self._planner.warn_once(without_call(self.model))
         # After a node of backward, and after compiled code, PyTorch restores the thread's state, and with it a profiler or mode
         # that was left in there: the step then ends at the next call.

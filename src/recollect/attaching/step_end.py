@@ -40,17 +40,23 @@ class StepEnd:
         self._foreign_updates = 0
         self._num_skipped = 0
         self._stepped: dict[int, int] = {}
+        # An optimizer that goes on alone, as while a discriminator is trained further: each of its steps then ends one.
+        self._alone: int | None = None
+        self._has_ended = False
         self.stepped = ""
         self.is_lost = False
 
     @property
     def is_reached(self) -> bool:
-        """Whether there are optimizers to look at, and each has stepped since `begin_next`."""
-        return 0 < len(self._optimizers) == len(self._stepped)
+        """Whether there are optimizers to look at, and each has stepped since `begin_next`, or one that goes on alone."""
+        return 0 < len(self._optimizers) == len(self._stepped) or bool(self._alone and self._stepped)
 
     def begin_next(self) -> bool:
         """Forget which optimizers have stepped; return whether the step that they ended was lost."""
         was_lost, self.is_lost = self.is_lost, False
+        self._has_ended = True
+        if self._alone not in self._stepped:  # The other one has stepped again.
+            self._alone = None
         self._stepped.clear()
         return was_lost
 
@@ -58,7 +64,7 @@ class StepEnd:
         """Note that an optimizer stepped.
 
         Raises:
-            RecordError: it stepped again and again while a different one never does.
+            RecordError: it stepped again and again while a different one never did.
         """
         key, self.stepped = id(optimizer), type(optimizer).__name__
         self._stepped[key] = self._stepped.get(key, 0) + 1
@@ -67,7 +73,9 @@ class StepEnd:
             waiting = [
                 f"{type(o).__name__} (number {i})" for i, o in enumerate(self._optimizers) if id(o) not in self._stepped
             ]
-            if waiting:
+            if waiting and self._has_ended:
+                self._alone = key
+            elif waiting:
                 raise RecordError(
                     f"attach to {self._model_class}: {type(optimizer).__name__} stepped {self._stepped[key]} times, and "
                     f"{', '.join(waiting)} never did, expected a training step to end with one step of each. "
@@ -92,6 +100,10 @@ class StepEnd:
                 f"that was passed ({names}) never stepped, so no training step ends and none is planned. "
                 "Pass the optimizer whose step() the loop calls; one that updates in backward cannot be planned for."
             )
+
+    def note_end_of_call(self) -> None:
+        """Take what the call itself has written for no update: an embedding with `max_norm` scales its weight in forward."""
+        self._version = self._version_now()
 
     def note_skipped(self, stepped: str, num_calls: int, *, is_planned: bool) -> str:
         """Return the message about a recorded step in which no backward ran.

@@ -162,7 +162,7 @@ def describe_call(
         arguments=tuple(_seen(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
         trained=_bits(map(_requires_grad, structure.parameters)),
         traced=_bits(map(_requires_grad, tensors)),
-        has_gradients=any(parameter.grad is not None for parameter in structure.parameters),
+        has_gradients=structure.has_gradients(),
         is_open=is_open,
     )
 
@@ -197,6 +197,9 @@ class Structure:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def look(self) -> bool:
         """Return whether anything has changed since the last time."""

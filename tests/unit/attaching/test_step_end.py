@@ -45,6 +45,30 @@ def test_one_of_two_optimizers_that_never_steps_is_named() -> None:
             often.step()
 
 
+def test_an_optimizer_that_goes_on_alone_later_ends_steps_by_itself() -> None:
+    """A discriminator is trained further, and then both of them again: the loop goes on, step by step."""
+    model = Model()
+    often, seldom = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.layers[:2])
+    with attached_to(model, often, seldom) as attached:
+        for both, number in ((True, 2), (False, 65 + 3), (True, 2)):
+            for _ in range(number):
+                model(torch.randn(16, 32)).backward()
+                often.step()
+                if both:
+                    seldom.step()
+        assert attached.num_steps == 2 + (1 + 3) + 2  # All 65 that it took to tell are one.
+
+
+def test_weights_that_forward_scales_are_no_update() -> None:
+    model = nn.Sequential(nn.Embedding(8, 32, max_norm=1.0), *Model().layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached_to(model, optimizer) as attached:
+        for _ in range(5):
+            model(torch.arange(8)).sum().backward()
+        optimizer.step()
+        assert attached.recorded_steps == [0]
+
+
 def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
     with attached_loop() as (model, optimizer, attached):
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -59,12 +83,18 @@ def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
 
 def test_an_optimizer_that_steps_before_the_first_call_ends_no_step() -> None:
     with attached_loop() as (model, optimizer, attached):
-        with pytest.warns(BudgetWarning, match="was not called with gradients on"):
-            optimizer.step()
+        optimizer.step()  # Before a scheduler is made, which warns otherwise.
         for _ in range(3):
             model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert [len(planned.calls) for planned in attached.planned] == [3] and attached.num_steps == 1
+
+
+def test_a_loop_that_never_calls_the_model_is_told() -> None:
+    with attached_loop() as (model, optimizer, _):
+        model.layers[0](torch.randn(16, 32)).sum().backward()
+        with pytest.warns(BudgetWarning, match="was not called with gradients on"):
+            optimizer.step()
 
 
 def test_a_step_whose_call_raised_counts_when_the_optimizer_steps() -> None:
