@@ -387,8 +387,9 @@ def _reduced_precision_switch(kind: str) -> _Switch:
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Within the block, no global module hook runs."""
-    tables = [table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")]
+    """Within the block, no global hook of modules or optimizers runs."""
+    named = {**vars(torch.nn.modules.module), **vars(sys.modules["torch.optim.optimizer"])}
+    tables = [table for name, table in named.items() if name.startswith("_global_")]
     kept = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     try:
         for table, _ in kept:

@@ -1,6 +1,7 @@
 """Run the step of most loops: pass the batch to the model, find the loss in its output, go backward."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +12,19 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from recollect._torch_fsdp import GatheredParameters
+from recollect._torch_fsdp import GatheredParameters, fully_sharded_modules
 from recollect._torch_parallel import split_backward
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
 from recollect.errors import NotYetError, RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, beside_parameters, copied_weights, state_tensors
+from recollect.recording.restored_state import (
+    free_gradients,
+    leaves_of,
+    restored_attributes,
+    restored_buffers,
+    undisturbed,
+)
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
@@ -40,6 +48,9 @@ class Step:
 
     def __post_init__(self) -> None:
         self.batch = as_dict(self.batch)
+        # What else backward adds gradients to, such as weights in the loss, with its own; None before the first one. Held
+        # weakly: forward makes leaves of its own, as with Hugging Face's `enable_input_require_grads`.
+        self._beside: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -100,8 +111,40 @@ class Step:
         if self.split_backward:
             split_backward(loss, [tensor for tensor in tensors_in(self.batch) if tensor.requires_grad], self.model)
         else:
-            loss.backward()
+            self.backward(loss)
         return held
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Restore everything after the block, as `restored_state.undisturbed` does, and what the loss has changed."""
+        loss = self.loss_fn if isinstance(self.loss_fn, nn.Module) else nn.Module()
+        try:
+            with undisturbed(self.model), restored_attributes(loss), restored_buffers(loss):
+                yield
+        finally:
+            for tensor, gradient in self._alive_beside():
+                tensor.grad = gradient
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward; gradients of tensors other than the model's parameters are set aside before the first one."""
+        if self._beside is None:
+            self._set_gradients_aside(loss)
+        loss.backward()
+
+    def _set_gradients_aside(self, loss: torch.Tensor) -> None:
+        own = set(map(id, self.model.parameters()))
+        # FSDP2 has others in place of its parameters.
+        leaves = [] if fully_sharded_modules(self.model) else leaves_of(loss)
+        self._beside = [(weakref.ref(leaf), leaf.grad) for leaf in leaves if id(leaf) not in own]
+        self.free_gradients_beside()
+
+    def free_gradients_beside(self) -> None:
+        free_gradients(tensor for tensor, _ in self._alive_beside())
+
+    def _alive_beside(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        for reference, gradient in self._beside or ():
+            if (tensor := reference()) is not None:
+                yield tensor, gradient
 
     def forward(self) -> tuple[Any, torch.Tensor]:
         output = self.output()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from recollect._torch_fsdp import GatheredParameters
-from recollect._torch_private import FakeTensorMode, TorchDispatchMode
+from recollect._torch_private import FakeTensorMode, TorchDispatchMode, without_global_hooks
 from recollect.engine.captured import told_of_capture
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
@@ -197,7 +197,7 @@ def _tried_out(
     if hasattr(probe, "train"):  # Schedule-free optimizers must be in their training mode to step.
         probe.train()
     # Optimizers refuse to step while a graph is captured, unless they are `capturable`.
-    with mode or nullcontext(), told_of_capture(False):
+    with mode or nullcontext(), told_of_capture(False), without_global_hooks():
         _give_gradients(probe, is_sparse=is_sparse)
         probe.step(*closures)
         _give_gradients(probe, is_sparse=is_sparse)

@@ -35,7 +35,7 @@ from recollect.recording.host_times import around_ops
 from recollect.recording.model_step import LossFunction, Step, describe_batch, step_tensors
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
-from recollect.recording.restored_state import free_gradients, undisturbed
+from recollect.recording.restored_state import free_gradients
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 from recollect.tensors import inner_tensors
@@ -227,7 +227,7 @@ def _recorded(
             run = fake_run(model, step.batch, step.device, kernels=recording.kernels)
             step.batch = stack.enter_context(run)
         elif not is_own:
-            stack.enter_context(undisturbed(model))
+            stack.enter_context(step.undisturbed())
         stack.enter_context(within or nullcontext())
         if recording.is_on_fake_tensors and any(inner_tensors(p) for p in model.parameters()):
             _run_unseen(step)

@@ -68,10 +68,22 @@ def undisturbed(model: nn.Module, *, keeps_attributes: bool = False) -> Iterator
             parameter.grad = gradient
 
 
-def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def free_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Free the gradients of parameters, whatever the model's own `zero_grad` does."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors to which a backward adds gradients."""
+    pending: list[Any] = [loss.grad_fn]
+    nodes: dict[Any, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            pending += [following for following, _ in node.next_functions]
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 @contextmanager

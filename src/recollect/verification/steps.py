@@ -17,7 +17,6 @@ from recollect.recording.restored_state import (
     restored_attributes,
     restored_buffers,
     restored_generators,
-    undisturbed,
 )
 from recollect.verification.compare import Computed, state_after
 
@@ -56,7 +55,11 @@ class BatchStep(_RepeatedStep):
 
     def undisturbed(self) -> Any:
         """Return a context after which everything is as it was before."""
-        return undisturbed(self.model)
+        return self.given.undisturbed()
+
+    def clear(self) -> None:
+        super().clear()
+        self.given.free_gradients_beside()
 
     def run(self) -> Computed:
         """Run one step; the loss counts as one of the gradients."""
@@ -64,7 +67,7 @@ class BatchStep(_RepeatedStep):
         with restored_buffers(self.model):
             self._seed()
             _, loss = self.given.forward()
-            loss.backward()
+            self.given.backward(loss)
             state = state_after(self.model, self.device)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         self.clear()
@@ -88,7 +91,7 @@ class BatchStep(_RepeatedStep):
                 del output
                 if given.gradients == "held":
                     free_gradients(trained)
-                loss.backward()
+                given.backward(loss)
                 held = (held, loss) if given.holds_output else None
                 del loss
                 if given.gradients == "freed":
@@ -103,8 +106,14 @@ class OwnStep(_RepeatedStep):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._optimizers = optimizers_in(self.given.optimizer)
-        self._parameters = [(p, p.detach().clone(), p.grad) for p in self.model.parameters()]
+        stepped = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        # Of other models, too, such as a GAN's discriminator: what they compute changes with them.
+        self._trained = list({id(p): p for p in (*self.model.parameters(), *stepped)}.values())
+        self._parameters = [(p, p.detach().clone(), p.grad) for p in self._trained]
         self._states = [copy.deepcopy(found.state_dict()) for found in self._optimizers]
+
+    def clear(self) -> None:
+        free_gradients(self._trained)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

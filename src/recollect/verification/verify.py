@@ -69,8 +69,8 @@ def verify(
         model: the model that the plan is for.
         batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
-        step: your own training step in place of a batch, which runs twelve to eighteen times, always from the same parameters,
-            gradients, buffers and state of the optimizers; other changes that it makes remain.
+        step: your own training step in place of a batch, which runs twelve to eighteen times, always from the same parameters
+            (also others that the optimizers step over), gradients, buffers and state of the optimizers; other changes remain.
         optimizer: its state counts; it steps only if `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
         holds_output: as the profile was recorded; see `record`.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import recollect
 from optimizer_steps import CPU, give_gradients, peak_bytes
@@ -280,9 +281,11 @@ def test_real_optimizer_is_not_touched(name: str, steps: int) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    of_all = register_optimizer_step_post_hook(lambda *_: calls.append("post, of any optimizer"))
     before = _state(optimizer), [p.detach().clone() for p in module.parameters()], torch.get_rng_state()
     grads, num_states = [p.grad for p in module.parameters()], (len(optimizer.state), len(state_tensors(optimizer)))
     record_optimizer_step(optimizer, CPU)
+    of_all.remove()
     assert _equal((_state(optimizer), list(module.parameters()), torch.get_rng_state()), before)
     assert all(p.grad is grad for p, grad in zip(module.parameters(), grads, strict=True))
     assert (len(optimizer.state), len(state_tensors(optimizer))) == num_states

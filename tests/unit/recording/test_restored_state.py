@@ -36,6 +36,17 @@ def test_undisturbed_restores_after_an_exception() -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
+def test_what_else_backward_reaches_has_its_own_gradient() -> None:
+    """A batch that requires grad, and a loss with weights; the first step of a loop would add to what is left there."""
+    model, batch, loss = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True), nn.BatchNorm1d(2)
+    batch.grad = before = torch.ones(3, 2)
+    loss_fn = Scaled(lambda self, x: (self.weight * loss(x)).square().sum())
+    plan = recollect.fit(model, batch, "100%", loss_fn=loss_fn)
+    recollect.verify(model, batch, plan, loss_fn=loss_fn, time=False)
+    assert batch.grad is before and before.eq(1).all()
+    assert loss.weight.grad is loss_fn.weight.grad is None
+
+
 @pytest.mark.parametrize("value", [float("nan"), -0.0])
 def test_buffers_are_restored_to_the_bit(value: float) -> None:
     model = nn.BatchNorm1d(2)

@@ -42,6 +42,23 @@ def test_the_optimizer_of_a_step_is_where_it_was() -> None:
         assert all(torch.equal(tensor, after["state"][number][name]) for name, tensor in state.items())
 
 
+def test_another_model_that_a_step_trains_is_where_it_was() -> None:
+    """Else each run would begin from different weights of a GAN's discriminator, and gradients would differ."""
+    model, plan = model_and_plan()
+    judge = nn.Linear(len(ROWS), 1)
+    optimizers = [torch.optim.SGD(its.parameters(), lr=0.1) for its in (model, judge)]
+    before = judge.weight.detach().clone()
+
+    def step() -> None:
+        mean_square(judge(model(ROWS))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert recollect.verify(model, None, plan, step=step, optimizer=optimizers, time=False).equal
+    assert torch.equal(judge.weight, before)
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 def test_gradients_that_a_step_leaves_are_named_where_they_are_more_than_planned(is_left: bool) -> None:
     torch.manual_seed(0)
