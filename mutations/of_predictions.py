@@ -37,6 +37,12 @@ MUTATIONS = (
         (("        for restore in self._content:\n            restore()\n", ""),),
     ),
     Mutation(
+        "gradients-beside-the-model-left",
+        "recording a batch leaves gradients in weights of the loss, to which the first step of the loop adds",
+        "recording/model_step.py",
+        (("for tensor, gradient in self._alive_beside():\n                tensor.grad = gradient", "pass"),),
+    ),
+    Mutation(
         "copies-run-the-model",
         "the copy of a unit that is measured runs the model's own modules, where functions stand for their forwards",
         "recording",
@@ -524,6 +530,12 @@ MUTATIONS = (
         "a unit that runs on larger inputs than planned, in a call of the same shapes, counts as planned",
         "attaching",
         (("if numel > self.numel:", "if numel < self.numel:"),),
+    ),
+    Mutation(
+        "larger-named-inputs-unseen",
+        "attach looks at the size of a unit's input only if the model passes it by position",
+        "attaching/unit_watch.py",
+        (("args[0] if args else next(iter(kwargs.values()), None)", "args[0] if args else None"),),
     ),
     Mutation(
         "spare-layers-work-in-no-room",

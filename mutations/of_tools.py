@@ -79,6 +79,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "others-trained-by-verify",
+        "verify goes on training other models that the optimizers step over, and finds other gradients in each run",
+        "verification/steps.py",
+        (("(*self.model.parameters(), *stepped)", "self.model.parameters()"),),
+    ),
+    Mutation(
         "peak-of-the-leanest-rank",
         "a report of several ranks shows the smallest of their peaks",
         "verification",

@@ -156,7 +156,7 @@ class WatchedUnit(PlacedForward):
     def _run(self, args: Any, kwargs: Any) -> Any:
         watch = self.watch
         self.left -= 1
-        first = args[0] if args else None
+        first = args[0] if args else next(iter(kwargs.values()), None)
         if type(first) is _Tensor:
             numel = first.numel()
             if numel > self.numel:

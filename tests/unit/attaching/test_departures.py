@@ -48,11 +48,12 @@ class Blocks(nn.Module):
         )
         self.runs = list(range(number))
         self.num_rows = 512
+        self.by_name = False
 
     def forward(self, x: Tensor, flag: bool = False, way: str = "") -> Tensor:
         x = x[: self.num_rows]
         for index in self.runs:
-            x = x + self.blocks[index](x)
+            x = x + (self.blocks[index](input=x) if self.by_name else self.blocks[index](x))
         return x.square().mean()
 
 
@@ -74,8 +75,9 @@ def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
             step(model, optimizer, rows=512)
 
 
-def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks) -> None:
-    model.num_rows = 256
+@pytest.mark.parametrize("by_name", [False, True])
+def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks, by_name: bool) -> None:
+    model.num_rows, model.by_name = 256, by_name
     with attached_loop("90%", model, SGD, on_larger="raise") as (_, optimizer, _):
         for model.num_rows in (256, 128, 256):
             step(model, optimizer, rows=512)
