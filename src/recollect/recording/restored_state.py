@@ -181,17 +181,28 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
 
 
+def present_generators() -> Callable[[], object]:
+    """Return what puts the random generators of the CPU, of PyTorch, Python and NumPy, back: models draw from them all."""
+    of_pytorch, of_python, of_numpy = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def put_back() -> None:
+        torch.random.set_rng_state(of_pytorch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+    return put_back
+
+
 @contextmanager
 def restored_generators(model: nn.Module) -> Iterator[None]:
-    """Restore the random generators of PyTorch, Python and NumPy: models draw from them all."""
+    """Restore the random generators of the CPU and of the model's devices."""
     cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    put_back = present_generators()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        put_back()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.progress import stage
 from recollect.recording.model_step import device_of
-from recollect.recording.restored_state import restored_buffers
+from recollect.recording.restored_state import restored_buffers, restored_generators
 from recollect.tensors import inner_tensors, tensors_in
 
 Difference = tuple[str, float]
@@ -225,8 +225,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Run a unit forward and backward on private copies of its inputs; leave no gradients behind."""
     args, kwargs = tree_map(_private, (args, kwargs))
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-    devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), restored_buffers(module):
+    with restored_generators(module), restored_buffers(module):
         gradients = _run(module, args, kwargs, tensors)
         return Computed(gradients=gradients, state=state_after(module, device_of(module, (args, kwargs))))
 

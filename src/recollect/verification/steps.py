@@ -14,6 +14,7 @@ from recollect.recording.model_step import Step
 from recollect.recording.optimizers import optimizers_in
 from recollect.recording.restored_state import (
     free_gradients,
+    present_generators,
     restored_attributes,
     restored_buffers,
     restored_generators,
@@ -29,7 +30,7 @@ class _RepeatedStep:
 
     def __post_init__(self) -> None:
         self.model, self.device = self.given.model, self.given.device
-        self._random_state = torch.random.get_rng_state()
+        self._put_generators_back = present_generators()
         self._has_begun = False
         # Gradients in memory when the second step of the loop begins.
         self.left_gradients_bytes = 0
@@ -43,7 +44,7 @@ class _RepeatedStep:
         if self._has_begun:
             self.done()
         self._has_begun = True
-        torch.random.set_rng_state(self._random_state)
+        self._put_generators_back()
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(0)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,9 +128,12 @@ def test_unequal_unit_names_unit_and_parameter() -> None:
     assert report.first_difference[0] == "0: linear.weight"
 
 
+ORDERS = random.Random(0)
+
+
 def unsteady(layer: Any, hidden: Tensor) -> Tensor:
-    """As a kernel that adds in an order of its own: results that no generator of PyTorch's decides."""
-    output: Tensor = layer.linear(hidden).tanh() * (1 + 1e-3 * random.random())
+    """As a kernel that adds in an order of its own: results that no known generator decides."""
+    output: Tensor = layer.linear(hidden).tanh() * (1 + 1e-3 * ORDERS.random())
     return output
 
 
@@ -200,6 +204,16 @@ def test_random_numbers_that_only_one_step_draws_are_found(compare: Any) -> None
     assert report.gradients_equal and not report.equal
     assert report.first_state_difference is not None
     assert report.first_state_difference[0].endswith("random generator")
+
+
+@pytest.mark.parametrize("compare", ["step", "units"])
+def test_numbers_that_forward_draws_from_python_and_numpy_are_the_same_in_all_runs(compare: Any) -> None:
+    def scaled(layer: Any, hidden: Tensor) -> Tensor:
+        output: Tensor = layer.linear(hidden).tanh() * random.random() * np.random.rand()
+        return output
+
+    model = nn.Sequential(*(of_linear(scaled) for _ in range(3)))
+    assert recollect.verify(model, ROWS, full_plan(model, ROWS), loss_fn=mean_square, compare=compare).equal
 
 
 def test_gradients_that_exist_before_the_step_count_where_they_did_in_the_profile() -> None:
