@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from recollect._torch_fsdp import GatheredParameters, fully_sharded_modules
 from recollect._torch_parallel import split_backward
-from recollect._torch_private import DATA_DEPENDENT
+from recollect._torch_private import DATA_DEPENDENT, fake_mode
 from recollect.arguments import check_kind
 from recollect.errors import NotYetError, RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, beside_parameters, copied_weights, state_tensors
@@ -191,6 +191,8 @@ def _told(what: str, advice: str) -> Iterator[None]:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
             raise
+        if fake_mode() is not None:
+            advice += " Some code runs on real tensors only, such as to() of a module in its forward: see if fake=False works."
         raise RecordError(f"{what}: {type(error).__name__}: {error}. {advice}") from error
 
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import recollect
-from blocks import mean_square
+from blocks import Computes, mean_square
 from predictions import classic_peaks
 from recollect.costs.hardware_table import HARDWARE
 from recollect.errors import HardwareError, RecordError
@@ -171,6 +171,15 @@ def test_the_module_that_asks_for_content_is_named() -> None:
         recollect.record(model, torch.ones(3, 4), loss_fn=mean_square, fake=True)
     with pytest.raises(RecordError, match="the loss, or what is around the model, asks for the content of a tensor"):
         recollect.record(model[0], torch.ones(3, 4), loss_fn=lambda x: x.sum() * x.max().item(), fake=True)
+
+
+def test_code_for_real_tensors_only_is_told_from_a_wrong_batch() -> None:
+    model = nn.Sequential(Computes(lambda self, x: self.router.to(x.dtype)(x), router=nn.Linear(4, 4)))
+    with pytest.raises(
+        RecordError, match=r"rejected the batch .*such as to\(\) of a module .*: see if fake=False works"
+    ):
+        recollect.record(model, torch.ones(3, 4), loss_fn=mean_square, fake=True)
+    assert recollect.record(model, torch.ones(3, 4), loss_fn=mean_square).calls
 
 
 def test_counts_into_named_bins_are_recorded_fake() -> None:
