@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "noise-copied-before-it-is-drawn",
+        "in a recorded step, a gradient reads the memory that a random op had yet to fill when autograd saved it",
+        "recording/recording_tape.py",
+        (("or self.is_unfilled or is_parameter", "or is_parameter"),),
+    ),
+    Mutation(
+        "recorded-weights-copied",
+        "in a recorded step, a gradient reads a weight from before its `.data` was assigned to",
+        "recording/recording_tape.py",
+        (("or self.is_unfilled or is_parameter", "or self.is_unfilled"),),
+    ),
+    Mutation(
         "masks-of-fake-tensors",
         "on fake tensors a model of transformers makes a mask in each layer that it does without in eager mode",
         "recording/fake_model.py",

@@ -71,6 +71,17 @@ def test_from_traces(case: Case) -> None:
         assert (why_not, num_tape_calls(handle)) == ("", num_calls)
 
 
+@pytest.mark.filterwarnings("ignore:recollect")
+@pytest.mark.parametrize("name", ["random relu in place", "weight assigned as data", "dropout"])
+def test_recorded(name: str) -> None:
+    """The recorder copies what is saved, unless autograd reads what is written to it afterwards."""
+    case = UNITS[name]
+    run = Run(case.model())
+    with recollect.attach(run.model, run.optimizer, "1GiB", units=run.model.paths):
+        found = run.through(plain, plain)
+    assert_same_gradients(Run(case.model()).through(plain, plain), found)
+
+
 def takes_turns(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     answers = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_CPU_OFFLOAD)
     return answers[sum(map(ord, op.__name__)) % 3]

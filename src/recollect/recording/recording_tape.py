@@ -69,6 +69,7 @@ class RecordingTape(Tape):
     Attributes:
         kept: values to keep that nothing has needed so far.
         is_kept_op: the policy keeps all results of the op that is being noted: nobody will run it again.
+        is_unfilled: autograd saves a tensor that the op about to run fills: noise.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RecordingTape(Tape):
         self.recorder = recorder
         self.samples = samples
         self.kept = WeakMap[bool]()
-        self.is_kept_op = False
+        self.is_kept_op = self.is_unfilled = False
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
@@ -165,7 +166,8 @@ class RecordingTape(Tape):
         """Hold a copy: the storage dies when the model releases it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
-        if storage is None or not isinstance(tracker, Tracked):
+        is_parameter = in_hook and type(tensor) is nn.Parameter  # Autograd reads what is assigned to its `.data` later.
+        if storage is None or not isinstance(tracker, Tracked) or self.is_unfilled or is_parameter:
             return super().alias(tensor, in_hook)
         if tensor.is_nested:
             self.recorder.keep([tensor])  # The tape holds it whatever happens to other tensors on its memory.
@@ -294,7 +296,11 @@ class _RecordingMode(FunctionMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        record = None if storage is None else record_of(storage)
+        self.tape.is_unfilled = record is not None and record.created is not None
         packed = super().pack(tensor)
+        self.tape.is_unfilled = False
         if type(packed) is PackedSubclass:
             return packed  # Its parts have handles.
         handle = _Handle(packed)
