@@ -550,6 +550,18 @@ MUTATIONS = (
         (("args[0] if args else next(iter(kwargs.values()), None)", "args[0] if args else None"),),
     ),
     Mutation(
+        "further-gradients-unseen",
+        "a part of the loss that comes in later, and reaches more parameters, takes steps over the budget in silence",
+        "attaching/held.py",
+        (("if not nbytes or planned.peak_bytes + nbytes <= planned.budget_bytes:", "if True:"),),
+    ),
+    Mutation(
+        "later-state-taken-for-planned",
+        "state that an optimizer makes after some steps counts as planned, and steps go over the budget in silence",
+        "attaching/step_planner.py",
+        (("if not beyond_noise(more_bytes + new_state_bytes, active):", "if not more_bytes:"),),
+    ),
+    Mutation(
         "spare-layers-work-in-no-room",
         "a layer that a recorded step lacked recomputes its values in memory that its plan has for others",
         "attaching",

@@ -22,7 +22,7 @@ from torch import nn
 
 from recollect._torch_private import compiler_around, current_backward, is_capturing, profiler_is_active, uncompiled
 from recollect.arguments import listed
-from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
+from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay, departure_at_end
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle, some_loop_records
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
@@ -320,6 +320,8 @@ class Attached(Handle):
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)
+        if self._end.is_reached:  # The step may end later, without its gradients.
+            self._now.made = self._structure.with_gradients()
         if not self._now.calls and not self.num_steps and self._structure.has_gradients():
             self._planner.warn_once(without_call(self.model))
         # After a node of backward, and after compiled code, PyTorch restores the thread's state, and with it a profiler or mode
@@ -369,8 +371,7 @@ class Attached(Handle):
             self._planner.plan(recorded, step, number)
             self._meter.restart()
         elif step.state is State.PLANNED and self._placement.active is not None:
-            if step.departure is None and step.had_more_backwards(self._placement.active):
-                step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
+            step.departure = step.departure or departure_at_end(step, self._placement.active, self._structure)
             if step.departure is not None:
                 self._planner.see_to(step, step.departure, number, self._meter.peak_bytes)
             elif excess is not None:

@@ -23,6 +23,7 @@ from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.measuring.device_memory import held_now, tensor_bytes
+from recollect.measuring.meter import storage_bytes
 from recollect.profile.events import BACKWARD
 from recollect.recording.step_recording import StepRecording
 from recollect.simulation.timeline import timeline
@@ -86,6 +87,7 @@ class StepUnderWay:
         departure: the first thing that no plan foresaw.
         planned: the step whose plan it began with, if there is one.
         state, recording: what is in place, and the recorder if that is it.
+        made: positions of the parameters that have gradients when the last optimizer has stepped.
         in_compiled: the recorder began within compiled code that calls the model.
     """
 
@@ -94,6 +96,7 @@ class StepUnderWay:
         self.departure: Departure | None = None
         self.planned: PlannedStep | None = None
         self.state = State.IDLE
+        self.made = frozenset[int]()
         self.recording: StepRecording | None = None
         self.in_compiled = False
         # For each call: the course its plan foresees, None without one; its own course, once ended; its backwards.
@@ -171,6 +174,17 @@ class StepUnderWay:
         if self.planned is not None and (other := next(others, None)) is not None:
             found.update(Course().lacks(self.planned.courses[min(other, len(self.planned.courses) - 1)]))
         return found
+
+
+def departure_at_end(step: StepUnderWay, planned: PlannedStep, structure: Structure) -> Departure | None:
+    """Return the departure of a step that ran backward more often, or made gradients that its plan has no room for."""
+    if step.had_more_backwards(planned):
+        return Departure("ran backward more often than the plan foresees, or for a graph of its own")
+    further = [structure.parameters[at].grad for at in step.made - planned.made]
+    nbytes = storage_bytes(gradient for gradient in further if gradient is not None)
+    if not nbytes or planned.peak_bytes + nbytes <= planned.budget_bytes:
+        return None
+    return Departure(f"made {len(further)} gradients that its plan does not foresee", nbytes)
 
 
 def expect(planned: PlannedStep) -> None:

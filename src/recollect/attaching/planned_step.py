@@ -72,6 +72,8 @@ class PlannedStep:
     """Bytes reserved for memory that other steps held for unknown reasons."""
     state_bytes: int = 0
     """Bytes of state that the optimizers had when it was planned."""
+    made: frozenset[int] = frozenset()
+    """Positions of the parameters that backward made gradients for."""
     unlike: str = ""
     """How it differs from an earlier step with the same calls, in words; "" if there is none."""
     measured_bytes: int = 0
@@ -222,8 +224,7 @@ def report_of(
     for step in planned:
         lines.append(
             f"{step}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
-            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.slowdown_text}; "
-            f"{step.measured_text()}"
+            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.slowdown_text}; {step.measured_text()}"
         )
     last = planned[-1]
     lines.append(f"slowdown {SLOWDOWNS.get(last.plan) or last.timing.found or _UNMEASURED}")
@@ -310,10 +311,9 @@ class PlannedSteps:
 
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
         for call, course in zip(calls, courses, strict=True):
-            key = call.entry, call.context
             # Sizes of their inputs follow from shapes, which differ between steps and processes.
             runs = Course({path: Runs(its.number, 0) for path, its in course.units.items()})
-            self.note_seen({key: runs})
+            self.note_seen({(call.entry, call.context): runs})
 
     def note_seen(self, others: Mapping[_Key, Course]) -> None:
         """Note the course of each module's calls, here or in other processes."""

@@ -120,6 +120,7 @@ class StepPlanner:
             planned = self._planned(
                 profile, calls, courses, budget, index, int(_MARGIN * varying_bytes(profile, calls))
             )
+        planned.made = step.made
         self.budget_bytes = planned.budget_bytes
         if excess := excess_of(recording, planned):
             self._warn_of(recording.peak_bytes, excess, key=f"recording {calls[0]}")
@@ -167,8 +168,7 @@ class StepPlanner:
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, measured_bytes: int) -> None:
         """Report the memory of a step that departed from its plan, and plan the next steps."""
-        active = step.planned
-        if active is None:
+        if (active := step.planned) is None:
             return
         courses, did_more = step.courses(), any(step.beyond())
         self.steps.note(step.calls, courses)
@@ -179,6 +179,7 @@ class StepPlanner:
             text = f"step {number} {said}. {_SAID.get(follows, 'What follows is planned for that, too')}"
             self.warn_once(text, key="larger units" if follows is _Next.LEANEST else key)
         if follows is _Next.PLANNED:
+            active.made |= step.made
             self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         elif follows is _Next.RECORDED_ONCE:
             self._tried.add(active.number)
@@ -206,7 +207,8 @@ class StepPlanner:
         # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
         is_larger = not is_read and any(step.beyond()) and step.are_all_foreseen()
         is_larger = is_larger and self._spare(active.calls, active.courses, self._reserve) == active.spare
-        searched = {_Next.RECOMPUTED: is_unnamed, _Next.LEANEST: is_larger}
+        has_further = is_read and self.lockstep.ranks.is_alone and bool(step.made - active.made)
+        searched = {_Next.RECOMPUTED: is_unnamed, _Next.LEANEST: is_larger, _Next.PLANNED: has_further}
         self._searches.update(end for end, is_one in searched.items() if is_one)
         for end, is_one in searched.items():
             if is_one and self._searches[end] > _MOST_SEARCHES:
@@ -241,9 +243,9 @@ class StepPlanner:
     def learn(self, step: PlannedStep, timed: Timed) -> None:
         """Plan a step again, once, if it took longer than was predicted; not where other processes would have to do so, too."""
         profile = corrected(step, timed) if self.lockstep.ranks.is_alone and not step.is_corrected else None
-        if profile is None:
-            return
-        self.placement.put(self._plan_again(step, 0, profile=profile, why=f"since steps took {timed.slowdown:+.1%}"))
+        if profile is not None:
+            why = f"since steps took {timed.slowdown:+.1%}"
+            self.placement.put(self._plan_again(step, 0, profile=profile, why=why))
 
     def make_room(self, more_bytes: int, calls: Sequence[Call]) -> bool:
         """Have a step planned again before which more is in memory than earlier; return whether it can run under a plan now.
@@ -253,13 +255,16 @@ class StepPlanner:
         active = self.placement.active
         if active is None or not active.fits:
             return True
-        # Memory that the optimizers have since allocated is foreseen.
-        more_bytes -= self._reserve.optimizer_bytes() - active.state_bytes
-        if not beyond_noise(more_bytes, active):
+        # What the optimizers have since allocated counts whenever a step is planned.
+        state_bytes = self._reserve.optimizer_bytes()
+        more_bytes = beyond_noise(more_bytes - (state_bytes - active.state_bytes), active)
+        new_state_bytes = max(0, state_bytes - active.profile.persistent.get("optimizer_state", 0))
+        if not beyond_noise(more_bytes + new_state_bytes, active):
             return True
         if self.lockstep.ranks.is_alone:
             self.placement.put(self._plan_again(active, more_bytes))
             return True
+        more_bytes += new_state_bytes
         if active.peak_bytes + more_bytes <= active.budget_bytes:
             return True
         lean_bytes = self.lean_start.peak_bytes(self.steps.steps, calls[0], active.courses[0])
@@ -279,7 +284,7 @@ class StepPlanner:
         begin = time.perf_counter()
         known = profile or step.profile, step.calls, step.courses, step.budget_bytes, step.number
         again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes))
-        again.held_before, again.state_bytes = step.held_before, step.state_bytes
+        again.held_before, again.state_bytes, again.made = step.held_before, step.state_bytes, step.made
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
         again.unlike, again.is_corrected = step.unlike, step.is_corrected or profile is not None
         room = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"

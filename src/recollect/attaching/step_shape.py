@@ -201,6 +201,10 @@ class Structure:
     def has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
+    def with_gradients(self) -> frozenset[int]:
+        """Return the positions of the parameters that have gradients now."""
+        return frozenset(at for at, parameter in enumerate(self.parameters) if parameter.grad is not None)
+
     def look(self) -> bool:
         """Return whether anything has changed since the last time."""
         shape, num_hooks = self._shape(), sum(map(len, self._hooks))

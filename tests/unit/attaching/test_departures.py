@@ -89,6 +89,47 @@ def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks, b
             step(model, optimizer, rows=512)
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_loss_that_reaches_more_parameters_later_is_a_departure(model: Blocks, every: int) -> None:
+    """Their gradients come on top: of a part of the loss that comes in after some steps, or in every second one."""
+    parts = nn.ModuleList([model, Blocks()])
+    optimizer = SGD(parts.parameters())
+    with recollect.attach(parts, optimizer, "100%", log=lambda _: None) as attached:
+
+        def train(number: int, *, with_both: bool) -> None:
+            for _ in range(number):
+                one, other = attached.call(lambda x: (parts[0](x), parts[1](x)), torch.randn(512, 32))
+                (one + other if with_both else one).backward()
+                del one, other
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(2, with_both=False)
+        with pytest.warns(
+            BudgetWarning, match=r"made 16 gradients that its plan does not foresee\. It may have needed"
+        ):
+            train(1, with_both=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            for _ in range(6):
+                train(every, with_both=False)
+                train(1, with_both=True)
+        assert attached.recorded_steps == ([0, 3, 6, 9, 12] if every else [0, 3])
+
+
+def test_state_that_an_optimizer_makes_later_is_planned_for(model: Blocks) -> None:
+    """As for slow weights that are averaged from some step on."""
+    with attached_loop("100MiB", model, SGD) as (_, optimizer, attached):
+        for number in range(4):
+            step(model, optimizer, rows=512)
+            for parameter in model.parameters() if number == 1 else ():
+                optimizer.state[parameter]["slow"] = torch.zeros(16, *parameter.shape)
+        (planned,) = attached.planned
+        assert attached.recorded_steps == [0]
+        slow_bytes = 16 * sum(parameter.nbytes for parameter in model.parameters())
+        assert planned.profile.persistent["optimizer_state"] == slow_bytes > 1 << 20
+
+
 def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> None:
     def said(*rows: int, **arguments: object) -> str:
         inputs = enumerate(torch.zeros(number, 32) for number in rows)
