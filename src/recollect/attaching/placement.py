@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import unserializable_hook
 
 from recollect._torch_memory import some_profiler_is_active
 from recollect._torch_parallel import learns_shapes
@@ -62,6 +63,7 @@ class Backwards:
     def count_at(self, tensor: torch.Tensor) -> None:
         """Count the backwards that reach a tensor, each once."""
 
+        @unserializable_hook  # Without a warning where the user saves an output.
         @untraced
         def note(_gradient: Any) -> None:
             now = current_backward()

@@ -1,6 +1,8 @@
 """A loop in which no training step ends, or none trains, is told instead of going on unplanned."""
 
 import contextlib
+import io
+import warnings
 
 import pytest
 import torch
@@ -88,6 +90,13 @@ def test_an_optimizer_that_steps_before_the_first_call_ends_no_step() -> None:
             model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert [len(planned.calls) for planned in attached.planned] == [3] and attached.num_steps == 1
+
+
+def test_an_output_can_be_saved_without_a_warning() -> None:
+    """PyTorch warns of hooks that it does not save."""
+    with attached_loop() as (model, _, _), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model(torch.randn(16, 32)), io.BytesIO())
 
 
 def test_a_loop_that_never_calls_the_model_is_told() -> None:
