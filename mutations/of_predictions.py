@@ -14,6 +14,12 @@ MUTATIONS = (
         (("or self.is_unfilled or is_parameter", "or is_parameter"),),
     ),
     Mutation(
+        "statistics-copied-once",
+        "in a recorded step, a gradient reads statistics from before a batch norm updated them",
+        "recording/recording_tape.py",
+        (("tracker.forget_copy()", "pass"),),
+    ),
+    Mutation(
         "recorded-weights-copied",
         "in a recorded step, a gradient reads a weight from before its `.data` was assigned to",
         "recording/recording_tape.py",

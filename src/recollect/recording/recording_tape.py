@@ -196,6 +196,10 @@ class _RecordingMode(FunctionMode):
                 recorder.calls[index].watched_modules.add(self.scope)
             if facts.is_lazy:
                 recorder.keep(args[:1])
+            for position in facts.updated_by(args):
+                tracker = tracker_of(storage_of(args[position]))
+                if isinstance(tracker, Tracked):
+                    tracker.forget_copy()
             if facts.writes and not torch.is_grad_enabled():
                 recorder.keep(facts.written_by(args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)

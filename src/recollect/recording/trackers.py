@@ -120,6 +120,10 @@ class Tracked:
         self._copy: weakref.ref[torch.UntypedStorage] | None = None
         self._copied_content = (-1, -1)
 
+    def forget_copy(self) -> None:
+        """Make a new copy for the next caller: an op changes the content without raising the version."""
+        self._copy = None
+
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on a copy of the storage; callers share the copy while it lives."""
         if tensor.is_nested:
