@@ -72,7 +72,9 @@ def test_from_traces(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:recollect")
-@pytest.mark.parametrize("name", ["random relu in place", "weight assigned as data", "statistics made"])
+@pytest.mark.parametrize(
+    "name", ["random relu in place", "weight assigned as data", "statistics made", "sparse weight"]
+)
 def test_recorded(name: str) -> None:
     """The recorder copies what is saved, unless autograd reads what is written to it afterwards."""
     case = UNITS[name]

@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 
 from recollect._torch_private import tree_leaves
 from recollect.engine.together import is_partitioned
-from recollect.tensors import shape_of
+from recollect.tensors import has_strides, shape_of
 from recollect.weak_hooks import register_weakly
 
 CONTEXT: Final = ("data types", "training mode", "autocast", "how the model is built")
@@ -238,7 +238,9 @@ class Structure:
         self._ids = set(map(id, self._modules))
         self.parameters: Sequence[torch.Tensor] = list(self._model.parameters())
         # DeepSpeed's ZeRO-3 gathers parameters and frees them again.
-        self._sized = [parameter for parameter in self.parameters if not is_partitioned(parameter)]
+        self._sized = [
+            parameter for parameter in self.parameters if not is_partitioned(parameter) and has_strides(parameter)
+        ]
         self._children: list[dict[str, Any]] = [m._modules for m in self._modules] + [
             m._parameters for m in self._modules
         ]
