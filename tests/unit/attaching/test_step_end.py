@@ -106,6 +106,15 @@ def test_a_loop_that_never_calls_the_model_is_told() -> None:
             optimizer.step()
 
 
+def test_a_model_that_gets_a_new_forward_is_told() -> None:
+    with attached_loop() as (model, optimizer, _):
+        model.forward = lambda x: model.layers[0](x).sum()
+        model(torch.randn(16, 32)).backward()
+        said = "Model was given a new forward after attach, test_a_model.*<lambda>, so nothing was planned. Call"
+        with pytest.warns(BudgetWarning, match=said):
+            optimizer.step()
+
+
 def test_a_step_whose_call_raised_counts_when_the_optimizer_steps() -> None:
     """The other processes of a group count it, and they ask each other by the numbers of steps."""
     with attached_loop() as (model, optimizer, attached):
