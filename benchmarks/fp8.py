@@ -143,7 +143,7 @@ def memory(flags: Flags) -> Iterator[Table]:
             profile = recollect.record(model, batch, loss_fn=loss)
             peaks = [recollect.plan(profile, "100%").predicted_peak_bytes or 0]
             for plan in (recollect.classic_plan(profile, "full"), least_plan(profile)):
-                report = recollect.verify(model, batch, plan, loss_fn=loss, time=False)
+                report = recollect.verify(model, batch, plan, loss_fn=loss)
                 peaks += [plan.predicted_peak_bytes or 0, report.plan_peak_bytes]
             peaks.insert(1, report.plain_peak_bytes or 0)
             table.add_row(recipe, *(f"{size / MIB:.2f}" for size in (*saved, *peaks)))
