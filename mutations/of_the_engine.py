@@ -102,8 +102,8 @@ MUTATIONS = (
         "engine",
         (
             (
-                "with mapped, reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
-                "with mapped, reruns, Replaying(), torch.enable_grad(), below_autograd():",
+                "with outside_vmap(), reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
+                "with outside_vmap(), reruns, Replaying(), torch.enable_grad(), below_autograd():",
             ),
         ),
     ),

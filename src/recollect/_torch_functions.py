@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
 
@@ -47,14 +47,17 @@ _VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 _VMAP_MODES = torch._C.DispatchKeySet(_VMAP_MODE)
 
 
-def maps_gradients() -> bool:
-    """Whether backward runs for several gradients at once (`is_grads_batched`, `vmap`)."""
-    return peek_interpreter_stack() is not None or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+def outside_vmap() -> AbstractContextManager[None]:
+    """Run ops of forward as they ran there, also in a backward for several gradients at once (`is_grads_batched`, `vmap`).
+
+    `vmap` refuses those that draw random numbers.
+    """
+    is_mapped = peek_interpreter_stack() is not None or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+    return _left_vmap() if is_mapped else nullcontext()
 
 
 @contextmanager
-def outside_vmap() -> Iterator[None]:
-    """Run ops of forward as they ran there: `vmap` refuses those that draw random numbers."""
+def _left_vmap() -> Iterator[None]:
     with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES):
         yield
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.placed_forward import forward_name, forward_of_user
 from recollect.errors import BudgetTooSmallError, RecollectError, RecordError
 from recollect.weak_hooks import register_weakly
 
@@ -136,12 +136,11 @@ def to_user(error: RecollectError, budget: int | str) -> RecollectError:
 
 def without_call(model: nn.Module) -> str:
     """Return the message about an optimizer that steps though the model was never called."""
-    other = vars(model).get("forward")
-    if other is not None and not isinstance(other, PlacedForward):
-        name = getattr(other, "__qualname__", type(other).__name__)
+    other = forward_of_user(model)
+    if other is not None:
         return (
-            f"the optimizer stepped, but {type(model).__name__} was given a new forward after attach, {name}, so nothing was "
-            "planned. Call attached.remove(), and attach again"
+            f"the optimizer stepped, but {type(model).__name__} was given a new forward after attach, {forward_name(other)}, "
+            "so nothing was planned. Call attached.remove(), and attach again"
         )
     return (
         f"the optimizer stepped, but {type(model).__name__} was not called with gradients on, so nothing was planned: the loop "

@@ -21,7 +21,7 @@ from recollect._torch_functions import python_backward
 from recollect._torch_private import current_autograd_node, uncompiled
 from recollect.applying import already_applied
 from recollect.engine.own_checkpoints import running_unit, tell_once
-from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.placed_forward import PlacedForward, forward_name, forward_of_user
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.errors import BudgetWarning
@@ -128,14 +128,14 @@ class WatchedUnit(PlacedForward):
 
     def look_for_other(self) -> None:
         """Warn, once, if the user has put a forward in place of this one that does not refer to it."""
-        forward = vars(self.module).get("forward")
-        if forward is None or isinstance(forward, PlacedForward) or self.has_told:
+        forward = forward_of_user(self.module)
+        if forward is None or self.has_told:
             return
         if not any(held is self for held in gc.get_referents(forward, *(getattr(forward, "__closure__", None) or ()))):
             self.has_told = True
             warn_user(
                 f"recollect: {unit_words(self.path)} was given a new forward after attach, "
-                f"{getattr(forward, '__qualname__', type(forward).__name__)}: it runs without a plan, and steps may exceed the "
+                f"{forward_name(forward)}: it runs without a plan, and steps may exceed the "
                 "budget. Call attached.remove(), and attach again.",
                 BudgetWarning,
             )

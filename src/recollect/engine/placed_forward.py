@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 _Handle = TypeVar("_Handle", bound="Handle")
 
 
+def forward_of_user(module: Any) -> Any:
+    """Return the forward that the user has put on a module itself; None if there is none, or one of ours."""
+    forward = vars(module).get("forward")
+    return None if isinstance(forward, PlacedForward) else forward
+
+
+def forward_name(forward: Any) -> str:
+    return str(getattr(forward, "__qualname__", type(forward).__name__))
+
+
 class PlacedForward:
     """Stands in for a module's `forward`; copied and pickled as what it stands for, without the plan."""
 

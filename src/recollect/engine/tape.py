@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from recollect._torch_functions import CheckpointHooks, maps_gradients, outside_vmap, watched_functions
+from recollect._torch_functions import CheckpointHooks, outside_vmap, watched_functions
 from recollect._torch_private import (
     at_end_of_backward,
     below_autograd,
@@ -249,8 +249,7 @@ class Tape(TapeState):
         kept = self._kept_pass() if asks_again() else None
         # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
         reruns = nullcontext() if self.reruns is None or is_capturing() else self.reruns.running()
-        mapped = outside_vmap() if maps_gradients() else nullcontext()
-        with mapped, reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
+        with outside_vmap(), reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get() if kept is None else kept.get(value)
         return tensor
 

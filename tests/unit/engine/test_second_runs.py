@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from blocks import Computes
 from contract_steps import Run, plain
-from contract_units import UNITS, Case, layout_in_place
+from contract_units import UNITS, Case, LayoutSine, layout_in_place
 from engines import applied
 from gradients import assert_same_gradients, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
@@ -161,12 +161,7 @@ def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
             loss.backward()
 
 
-class _WritesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
+class _WritesInBackward(LayoutSine):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors

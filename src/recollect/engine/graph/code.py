@@ -8,13 +8,12 @@ are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from recollect._torch_functions import maps_gradients, outside_vmap
+from recollect._torch_functions import outside_vmap
 from recollect.engine.draws import Draw, first_run
 from recollect.engine.graph.bindings import binding_of
 from recollect.engine.graph.cut import Cut
@@ -51,7 +50,7 @@ def backward_in_parts(cut: Cut, parts: Sequence[Part]) -> RunInParts:
 
 
 def _draw_again(draw: Draw | None, func: Any, args: Any, kwargs: Any) -> Any:
-    with outside_vmap() if maps_gradients() else nullcontext():
+    with outside_vmap():
         return func(*args, **kwargs) if draw is None else draw.again(func, args, kwargs)
 
 
