@@ -3,7 +3,6 @@
 `function_run.py` decides which Functions may run again; `function_call.py` runs them.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from recollect.engine.policy import OpActions, TapeState
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.together import group_of
 from recollect.engine.unseen_writes import forget_overwritten
-from recollect.engine.values import StorageRecord, TapeValue, attach_record, layout_of, snapshot_leaves, watch
+from recollect.engine.values import StorageRecord, TapeValue, layout_of, snapshot_leaves, watch
 from recollect.plans.action import Action
 from recollect.replay import Node
 
@@ -107,10 +106,7 @@ class FunctionMode(TapeMode):
             record = records.get(made.storage)
             if record is None:
                 value = outputs[made.slot] = TapeValue(None, node)
-                record = StorageRecord(value, layout_of(made.tensor), made.tensor._version, None, self.call)
-                records[made.storage] = record
-                attach_record(made.tensor.untyped_storage(), record)
-                self.dropped.append(weakref.ref(made.tensor.untyped_storage()))
+                record = records[made.storage] = self.note_recipe(made.tensor, value)
                 self.compare(made.tensor, made.tensor.untyped_storage(), record.layout)
             elif run.is_saved(made) and layout_of(made.tensor) not in (record.layout, *record.views):
                 # A view that the recipe makes, too: nothing else has to hold its base.

@@ -218,15 +218,20 @@ class TapeMode(OpMode):
         if action is not _RECOMPUTE or not is_new(result):
             node.add_output(None)
             return
-        storage = result.untyped_storage()
         value = TapeValue(None, node)
         node.add_output(value)
-        record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
-        attach_record(storage, record)
-        self.dropped.append(weakref.ref(storage))
+        record = self.note_recipe(result, value, facts.creates)
         # Else something unseen may fill it, or it is not there yet.
         if facts.creates is None and not facts.is_collective:
-            self.compare(result, storage, record.layout)
+            self.compare(result, result.untyped_storage(), record.layout)
+
+    def note_recipe(self, result: torch.Tensor, value: TapeValue, creates: str | None = None) -> StorageRecord:
+        """Have a value stand for a result from here on; return the record of it."""
+        storage = result.untyped_storage()
+        record = StorageRecord(value, layout_of(result), result._version, creates, self.call)
+        attach_record(storage, record)
+        self.dropped.append(weakref.ref(storage))
+        return record
 
     def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
         """Compare the content of a tensor that a recipe makes or reads with what it was, if the unit's call does so."""
@@ -270,10 +275,7 @@ class TapeMode(OpMode):
         """Remember that a result is stored elsewhere than in memory, and the node that brings it back."""
         value = TapeValue(None, node)
         node.add_output(value)
-        record = StorageRecord(value, layout_of(result), result._version, None, self.call)
-        record.is_stored = True
-        attach_record(result.untyped_storage(), record)
-        self.dropped.append(weakref.ref(result.untyped_storage()))
+        self.note_recipe(result, value).is_stored = True
 
     def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
         targets = facts.written_by(args, kwargs)
