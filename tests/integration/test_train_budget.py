@@ -190,8 +190,11 @@ def test_resumed_run_takes_another_budget_without_changing_a_bit(tmp_path: Path)
     assert outcome.budget_bytes is not None and outcome.budget_bytes < (first.budget_bytes or 0)
     assert Plan.load(run_dir / "plan.json").budget_bytes == outcome.budget_bytes
     assert losses(run_dir) == losses(tmp_path / "whole")
-    outcome, said = resumed(tmp_path, steps=9, **size)
-    assert "resuming after step 8 with steps 9 (before: 8), memory_budget None (before: 80%)" in said
+    outcome, said = resumed(tmp_path, steps=9, memory_budget="80%", host_budget="1GiB", **size)
+    assert "resuming after step 8 with steps 9 (before: 8), host_budget 1GiB (before: 0)" in said
+    assert Plan.load(run_dir / "plan.json").host_budget_bytes == 1 << 30
+    outcome, said = resumed(tmp_path, steps=10, **size)
+    assert "resuming after step 9 with steps 10 (before: 9), memory_budget None (before: 80%), host_budget 0" in said
     assert outcome.budget_bytes is None and not (run_dir / "plan.json").exists()
 
 

@@ -19,7 +19,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.train.files import remove, write_text
 
 FORMAT = 1
-CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
+CHANGEABLE = ("optim.steps", "step.memory_budget", "step.host_budget", "step.recompute")
 """Settings that a resumed run may change: recompute changes no bit, and it may train for more steps."""
 # That of one process was a file, which is refused.
 _NAME = re.compile(r"step_\d{8}(\.pt)?")

@@ -216,7 +216,7 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
     # From the folder, not from the checkpoint: a run that was killed before its next checkpoint has its plan here.
     if layout != now["layout"] or any(
         before["step"].get(name) != now["step"][name]
-        for name in ("memory_budget", "recompute", "distribute_saved_activations")
+        for name in ("memory_budget", "host_budget", "recompute", "distribute_saved_activations")
     ):
         for name in _PLAN_FILES:
             (session.folder / name).unlink(missing_ok=True)
