@@ -467,12 +467,7 @@ MUTATIONS = (
         "statistics-out-of-sight",
         "a module that updates statistics unseen runs past the tape, which goes on to hold them",
         "engine/tape_mode.py",
-        (
-            (
-                "            self._writes.add((self.unit_path, self.scope))\n        if facts.changes_storage:\n",
-                "        if facts.changes_storage:\n",
-            ),
-        ),
+        (("if updated or facts.changes_storage:", "if facts.changes_storage:"),),
     ),
     Mutation(
         "captured-glances",

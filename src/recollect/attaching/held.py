@@ -140,7 +140,6 @@ class StepUnderWay:
             self._ran.append(units.course())
 
     def courses(self) -> list[Course]:
-        """Return the course of each call; they have ended."""
         return [
             replace(ran, num_backwards=max(1, backwards.number), builds_graph=backwards.build_graph)
             for ran, backwards in zip(self._ran, self._backwards, strict=True)

@@ -168,7 +168,6 @@ class Watcher:
 
     @property
     def records_here(self) -> bool:
-        """Whether this thread records a step."""
         return self.records and self._thread == threading.get_ident()
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

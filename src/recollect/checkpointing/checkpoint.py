@@ -310,7 +310,6 @@ def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[
 
 
 def _context_fn_of(wrapper: Callable[..., nn.Module] | None) -> Callable[[], Contexts] | None:
-    """Return the `context_fn` that a wrapper would pass on."""
     if wrapper is None:
         return None
     function, options = (wrapper.func, wrapper.keywords) if isinstance(wrapper, functools.partial) else (wrapper, {})

@@ -64,7 +64,6 @@ def _check_written(step: ClusterStep) -> None:
 
 
 def cluster_step(command: MakePlan) -> ClusterStep:
-    """Return the step that the flags describe."""
     flags, step = command.cluster, command.step
     if not step.fake:
         raise ConfigError(

@@ -97,7 +97,6 @@ class MeasuredOp:
 
     @property
     def median_s(self) -> float:
-        """Median seconds of its runs."""
         return statistics.median(self.seconds)
 
     def run(self) -> None:

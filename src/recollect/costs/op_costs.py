@@ -42,9 +42,7 @@ class Again(Protocol):
         """Within the block, the other methods run as backward would run them."""
         ...
 
-    def __call__(self) -> list[Any]:
-        """Run it; return its results."""
-        ...
+    def __call__(self) -> list[Any]: ...
 
     def compare(self, results: list[Any]) -> None:
         """Compare results with the first run's."""

@@ -90,7 +90,6 @@ class Case:
     """How each source was interpreted, in words."""
 
     def add_file(self, path: Path, name: str = "") -> None:
-        """Read a file."""
         name = name or str(path)
         try:
             with path.open("rb") as file:

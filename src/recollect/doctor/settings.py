@@ -94,7 +94,6 @@ class Settings:
         return f"{place}: {', '.join(f'{name}: {_shown(self.values[name])}' for name in given)}"
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return the settings under a name; none if it has no section."""
         found = self.values.get(name)
         return found if isinstance(found, Mapping) else {}
 

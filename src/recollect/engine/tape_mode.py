@@ -146,8 +146,7 @@ class TapeMode(OpMode):
         if updated := facts.updated_by(args):
             statistics = [args[position] for position in updated if args[position] is not None]
             forget_updated(statistics, facts.name, (self.unit_path, self.scope, ""))
-            self._writes.add((self.unit_path, self.scope))
-        if facts.changes_storage:
+        if updated or facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:
             if self.tape.offload is not None:
@@ -227,10 +226,9 @@ class TapeMode(OpMode):
 
     def note_recipe(self, result: torch.Tensor, value: TapeValue, creates: str | None = None) -> StorageRecord:
         """Have a value stand for a result from here on; return the record of it."""
-        storage = result.untyped_storage()
         record = StorageRecord(value, layout_of(result), result._version, creates, self.call)
-        attach_record(storage, record)
-        self.dropped.append(weakref.ref(storage))
+        attach_record(result.untyped_storage(), record)
+        self.dropped.append(weakref.ref(result.untyped_storage()))
         return record
 
     def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:

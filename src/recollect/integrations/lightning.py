@@ -130,7 +130,6 @@ def _budget_class(loaded: tuple[str, ...]) -> type[BudgetHooks]:
 
 
 def _package_of(trainer: Any) -> str:
-    """Return the name of the package that a trainer comes from."""
     return next(p for p in _PACKAGES if p in sys.modules and isinstance(trainer, sys.modules[p].Trainer))
 
 

@@ -41,7 +41,6 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count a block."""
         if self._is_running:
             yield
             return
@@ -52,14 +51,12 @@ class Stopwatch:
             self.stop()
 
     def start(self) -> None:
-        """Begin a stretch."""
         self._is_running = True
         if self._is_cuda:
             self._events.append(self._now())
         self._begin_s = self._clock()
 
     def stop(self) -> None:
-        """End it."""
         self._host_s += self._clock() - self._begin_s
         if self._is_cuda:
             self._events.append(self._now())

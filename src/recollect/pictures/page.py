@@ -41,7 +41,6 @@ _RIGHT_FRACTION = 0.05
 
 
 def require_plotly() -> Any:
-    """Return the package plotly."""
     with needed("plotly", by="a page"):
         import plotly
     return plotly

@@ -138,7 +138,6 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
 
 
 def memory_figure(found: Timeline) -> Any:
-    """Return the figure of `draw_memory`."""
     figure, axes = new_figure(11, 5.8)
     profile, plan = found.profile, found.plan
     curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))

@@ -55,7 +55,6 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed."""
     with needed("matplotlib", by="a PNG"):
         import matplotlib  # noqa: F401 - only to see whether it is there
 

@@ -98,7 +98,6 @@ def with_held(
 
 
 def held_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
-    """Return the bytes of an option that are of values alive until the loss."""
     return sum(graph.values[v].nbytes for v in option.stored.whole & held)
 
 

@@ -82,5 +82,4 @@ class JointRecord:
             raise ValueError(f"joint: {self.num_forward} ops of forward, expected 0 to {len(self.ops)}")
 
     def bytes_of(self, tensor: int) -> int:
-        """Return the bytes of a tensor's memory."""
         return self.storages[self.tensors[tensor]]

@@ -64,7 +64,6 @@ class EventLog:
             self.append(event)
 
     def end(self) -> None:
-        """Stop adding events."""
         self.is_over = True
         self.replace(settled(self.settle()))
 

@@ -101,7 +101,6 @@ class EveryEvent(Program):
     bulk_codes = frozenset()
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
-        """Count nothing only."""
         return frozenset()
 
 

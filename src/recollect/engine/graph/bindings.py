@@ -50,6 +50,5 @@ BINDINGS: Final[dict[Any, Callable[..., Any]]] = {
 
 
 def binding_of(func: Any) -> Callable[..., Any]:
-    """Return the callable for an op."""
     found: Callable[..., Any] = BINDINGS.get(func) or func._op
     return found

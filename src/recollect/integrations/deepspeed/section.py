@@ -112,7 +112,6 @@ class BudgetSection:
     def with_arguments(
         self, memory_budget: int | str | None, on_larger: OnLarger | None, units: Iterable[str] | None
     ) -> BudgetSection:
-        """Return the section with arguments of `initialize` in it."""
         given = {"memory_budget": memory_budget, "on_larger": on_larger, "units": listed(units)}
         defaults = BudgetSection()
         merged: dict[str, Any] = {}

@@ -303,7 +303,6 @@ def with_module_lists(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def taken_settings(kind: type[RecomputeSettings | TrainingSetting], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are settings of a kind, except None."""
     return with_module_lists({f.name: values[f.name] for f in fields(kind) if values.get(f.name) is not None})
 
 

@@ -123,13 +123,11 @@ class BenchResults:
 
     @classmethod
     def from_json(cls, text: str) -> BenchResults:
-        """Read results from JSON."""
         root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError, needs_all_keys=True)
         return root.record(cls)
 
     @classmethod
     def load(cls, path: Path) -> BenchResults:
-        """Read a file of results."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as problem:

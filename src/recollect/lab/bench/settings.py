@@ -102,7 +102,6 @@ def read_settings(path: Path) -> list[Setting]:
 
 
 def read_yaml(path: Path, where: str) -> Any:
-    """Read a YAML file."""
     import yaml
 
     try:

@@ -98,7 +98,6 @@ class GPTModelProvider(SimpleNamespace):
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def transformer_config(self) -> TransformerConfig:
-        """Return the model's configuration."""
         missing = [name for name in _REQUIRED if getattr(self, name) is None]
         if missing:
             raise ConfigError(
@@ -113,7 +112,6 @@ class GPTModelProvider(SimpleNamespace):
         return TransformerConfig(**values)
 
     def recompute_config(self) -> RecomputeConfig:
-        """Return the settings for recompute and offload."""
         return RecomputeConfig(**self._values(RecomputeConfig))
 
     def training_setting(self) -> TrainingSetting:

@@ -74,7 +74,6 @@ class ClusterStep:
         return self.sharding == "all" and self.layout.pipeline_model_parallel_size > 1
 
     def first_rank(self, stage: int) -> int:
-        """Return the lowest rank that runs a stage."""
         layout = self.layout
         return layout.rank_of_stage(stage) * layout.num_devices // layout.pipeline_model_parallel_size
 

@@ -179,12 +179,10 @@ class PipelineLayout:
 
 
 def check_divides(what: str, size: int, by: str, ranks: int) -> None:
-    """Refuse sizes that do not divide."""
     if size % ranks:
         larger = -(-size // ranks) * ranks
         clash({what: size, by: ranks}, f"{size} is not a multiple of {ranks}", f"The next multiple is {larger}.")
 
 
 def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
-    """Refuse settings that clash."""
     raise ConfigError(settings=settings, reason=reason, advice=advice)

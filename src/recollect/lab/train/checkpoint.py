@@ -116,7 +116,6 @@ def read_manifest(folder: Path) -> Manifest | str:
 
 
 def refuse_damage(path: Path, problem: str | None) -> None:
-    """Refuse a checkpoint that has a problem."""
     if problem is None:
         return
     older = [other for other in list_checkpoints(path.parent) if other.name < path.name]

@@ -51,7 +51,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
 
 

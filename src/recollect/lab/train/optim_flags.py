@@ -9,7 +9,6 @@ DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 
 
 def at_least(flags: object, least: int, *names: str) -> None:
-    """Check that flags that are given are at least `least`."""
     for name in names:
         value = getattr(flags, name)
         if value is not None and value < least:
@@ -17,7 +16,6 @@ def at_least(flags: object, least: int, *names: str) -> None:
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
-    """Check that a flag is between `low` and `high`."""
     if not low <= value <= high:
         raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")
 

@@ -259,7 +259,6 @@ class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
     """Tells which parts this process reads."""
 
     def create_local_plan(self) -> LoadPlan:
-        """See `LoadPlanner`."""
         try:
             plan = super().create_local_plan()
         except (RuntimeError, ValueError) as problem:

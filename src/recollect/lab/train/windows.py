@@ -85,7 +85,6 @@ class PackedDocuments:
         self._order = lru_cache(maxsize=1)(order)
 
     def window(self, index: int) -> NDArray[Any]:
-        """Return the ids of a window."""
         epoch, place = divmod(index, self.num_windows)
         documents, ends, windows = self._order(epoch)
         start = int(windows[place]) * self._seq_length
