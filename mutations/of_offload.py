@@ -77,6 +77,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "comes-back-for-one-backward",
+        "what the backward of a different graph has brought back is gone after one that keeps its graph",
+        _OFFLOAD,
+        (("if self._slot is not None or not keeps_graph():", "if True:"),),
+    ),
+    Mutation(
         "change-not-seen-when-asked-early",
         "a value that was written to out of sight is handed out while it is still on the device",
         _OFFLOAD,

@@ -66,6 +66,24 @@ def test_several_micro_batches_in_flight(trial: Trial, order: tuple[int, ...]) -
             assert all(map(torch.equal, plain[number], found))
 
 
+def test_a_graph_that_is_kept_after_the_backward_of_a_different_one(trial: Trial) -> None:
+    """The first backward brings back for good what the second one asks for, and the third one again."""
+
+    def step() -> list[Tensor]:
+        trial.model.zero_grad()
+        torch.manual_seed(1)
+        first, second = trial.model(trial.data).sum(), trial.model(trial.data + 1).sum()
+        first.backward()
+        second.backward(retain_graph=True)
+        second.backward()
+        return [parameter.grad.clone() for parameter in trial.model.parameters() if parameter.grad is not None]
+
+    plain = step()
+    with recollect.apply(trial.model, trial.plan(Trip(1, 1))) as applied:
+        assert all(map(torch.equal, plain, step()))
+        assert offload_of(applied).host.pool.taken_bytes == 0
+
+
 def test_forward_passes_without_gradients_count_for_nothing(trial: Trial) -> None:
     """NeMo-RL#2279: a pass that only goes forward used up what was meant for the first step."""
     plain = trial.gradients(trial.data)

@@ -19,7 +19,7 @@ from recollect._torch_private import disable_torch_dispatch, keeps_graph
 from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.pool import Slot
 from recollect.engine.streams import read_here, stream_of
-from recollect.engine.values import Layout, bytes_of, laid_out, layout_of, record_of
+from recollect.engine.values import Layout, bytes_of, laid_out, layout_of, private_copy, record_of
 from recollect.errors import FreedValueError, MutatedValueError, OffloadError
 
 _OUT = "to host memory"
@@ -126,12 +126,15 @@ class Offloaded:
             self._give_back()
         if self._stream is not None:
             read_here(tensor, self._stream)
-        return (tensor,)
+        return (tensor if self._arriving is None else private_copy(tensor),)
 
     def _arrived(self) -> torch.Tensor:
         self.come_back()
-        arrived, self._arriving = self._arriving, None
+        arrived = self._arriving
         assert arrived is not None
+        # Else the backward of a different graph has brought it back for good, and one after this will ask for it again.
+        if self._slot is not None or not keeps_graph():
+            self._arriving = None
         try:
             self._host.wait(self._back)
         except Exception as error:
