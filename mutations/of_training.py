@@ -424,6 +424,18 @@ MUTATIONS = (
         (("loss /= num_counted", "loss /= num_tokens"),),
     ),
     Mutation(
+        "head-in-the-dtype-of-the-loss",
+        "the head's product in chunks is in the dtype of autocast around the loss, not around the head",
+        "loss",
+        (("recipe.hidden.to(recipe.product_dtype)", "recipe.hidden"),),
+    ),
+    Mutation(
+        "learnt-transform-without-gradient",
+        "a learnt scale in the transform of a loss in chunks gets no gradient, in silence",
+        "loss",
+        (("if _reads_weights(seen, raw):", "if False:"),),
+    ),
+    Mutation(
         "smoothing-only-in-the-loss",
         "the gradient of a loss in chunks is that without label smoothing at its target",
         "loss",

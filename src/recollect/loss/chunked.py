@@ -68,7 +68,7 @@ def chunked_cross_entropy(
         reduction: "mean" over the tokens not ignored (nan if there are none, as in PyTorch), or "sum".
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         transform: elementwise map from logits [tokens, V] to the input of the softmax, such as
-            `lambda logits: 30 * torch.tanh(logits / 30)`.
+            `lambda logits: 30 * torch.tanh(logits / 30)`. It reads no other tensor that requires grad.
         group: ranks among which the LM head is split along the vocabulary, in equal parts and in order, as under tensor
             parallelism. `weight` and `bias` are this rank's parts, or DTensors; `labels` are the same on all ranks, and so is
             `hidden`, whose gradient is summed over them. A `hidden` that is split along the sequence, a DTensor, is gathered.
@@ -78,8 +78,8 @@ def chunked_cross_entropy(
         a label is beyond the vocabulary.
 
     Raises:
-        ChunkedLossError: mismatched shapes, an unsupported reduction, a sharded weight without `group`, or one that is split
-            differently; in backward, `create_graph=True`.
+        ChunkedLossError: mismatched shapes, an unsupported reduction, a transform that reads what requires grad, a sharded
+            weight without `group`, or one that is split differently; in backward, `create_graph=True`.
 
     Example:
         >>> import torch
@@ -229,6 +229,11 @@ class _Run:
             return raw.to(wide), None
         with torch.enable_grad():
             seen = self.settings.transform(raw.requires_grad_())
+        if _reads_weights(seen, raw):
+            raise ChunkedLossError(
+                "chunked_cross_entropy: transform reads a tensor that requires grad, such as a learnt scale, which would get "
+                "no gradient. Detach it, or scale hidden by it instead."
+            )
         return seen.detach().to(wide, copy=True), seen
 
     def _add_to_weight_gradient(self, gradient_T: Tensor, hidden: Tensor) -> None:
@@ -245,6 +250,17 @@ class _Run:
             return
         for rows, total in zip(gradient_T.split(_ROWS_AT_ONCE), sums.split(_ROWS_AT_ONCE), strict=True):
             total += torch.mm(rows, hidden)
+
+
+def _reads_weights(result: Tensor, logits: Tensor) -> bool:
+    """Whether a result depends on a tensor that requires grad besides the logits."""
+    found, pending = set(), [result.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return any(getattr(node, "variable", logits) is not logits for node in found)
 
 
 def _loss_and_gradient(

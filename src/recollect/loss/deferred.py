@@ -50,6 +50,8 @@ class _Recipe:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    # Of the head's product, as autocast has it there, and of the result now.
+    product_dtype: torch.dtype
     dtype: torch.dtype
     steps: tuple[Callable[[Tensor], Tensor], ...] = field(default=())
 
@@ -78,7 +80,7 @@ class DeferredLogits(Tensor):
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type) and dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(hidden.device.type)
-        return cls(_Recipe(call, hidden, weight, bias, dtype))
+        return cls(_Recipe(call, hidden, weight, bias, dtype, dtype))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,20 +143,22 @@ def _loss(
         raise refusal(call, "gives cross_entropy size_average or reduce")
     if len(recipe.shape) != 2 or target.shape != recipe.shape[:1]:
         raise refusal(call, f"gives cross_entropy logits {list(recipe.shape)} and a target {list(target.shape)}")
-    loss = chunked_cross_entropy(
-        recipe.hidden,
-        recipe.weight,
-        target,
-        num_chunks=call.num_chunks,
-        bias=recipe.bias,
-        ignore_index=ignore_index,
-        reduction=reduction,  # type: ignore[arg-type]
-        label_smoothing=label_smoothing,
-        transform=_composed(recipe.steps) if recipe.steps else None,
-    )
+    device_type = recipe.hidden.device.type
+    with torch.autocast(device_type, enabled=False):
+        loss = chunked_cross_entropy(
+            recipe.hidden.to(recipe.product_dtype),
+            recipe.weight,
+            target,
+            num_chunks=call.num_chunks,
+            bias=recipe.bias,
+            ignore_index=ignore_index,
+            reduction=reduction,  # type: ignore[arg-type]
+            label_smoothing=label_smoothing,
+            transform=_composed(recipe.steps) if recipe.steps else None,
+        )
     call.has_loss = True
     # Autocast runs cross_entropy in fp32; otherwise its result has the dtype of its input.
-    return loss if torch.is_autocast_enabled(recipe.hidden.device.type) else loss.to(recipe.dtype)
+    return loss if torch.is_autocast_enabled(device_type) else loss.to(recipe.dtype)
 
 
 def _composed(steps: tuple[Callable[[Tensor], Tensor], ...]) -> Callable[[Tensor], Tensor]:
