@@ -206,7 +206,7 @@ class CapturedStep(Handle):
             other.graph = None
         self._graphs = self._new_graphs()
         self._switch_to(None)
-        static = StaticBatch(batch)
+        static = StaticBatch(batch, self._step.device)
         planned = self._plan(static)
         kind = _Kind(planned, static, apply_own(self._step.model, planned.plan))
         kind.applied.removal = self.removal

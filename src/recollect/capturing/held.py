@@ -15,18 +15,22 @@ from recollect.tensors import tensors_in
 class StaticBatch:
     """A copy of a batch, for the graph to read; other batches of the same kind are copied into it.
 
+    It is on the device of the step: code that reads a tensor on the host would read this one, and only while it is captured.
+
     Raises:
         ConfigError: a tensor of the batch requires grad.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, device: torch.device) -> None:
         if any(tensor.requires_grad for tensor in tensors_in(batch)):
             raise ConfigError(
                 settings={"batch": describe_batch(batch)},
                 reason="one of its tensors requires grad, and a captured step returns no gradients of its batch",
                 advice="Detach it, or run the step without recollect.capture.",
             )
-        self.batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+        self.batch = tree_map(
+            lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+        )
         self._tensors = tensors_in(self.batch)
 
     def fill(self, batch: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import recollect
 from recollect.capturing.captured_step import CapturedStep
+from recollect.capturing.held import StaticBatch
 from recollect.errors import AlreadyAppliedError, ArgumentError, BudgetTooSmallError, ConfigError
 from recollect.recording.model_step import Step
 from repeated_runs import RepeatedRuns
@@ -287,6 +288,14 @@ def test_what_a_step_refuses(
 def test_batches_that_are_refused(batch: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         captured(Model(), batch=batch)
+
+
+def test_the_batch_of_a_graph_is_where_the_step_runs() -> None:
+    """Lengths on the host, which a model reads without waiting for a device, would be those of the first batch for good."""
+    given = {"lengths": torch.tensor([3, 2]), "task": "translate"}
+    held = StaticBatch(given, torch.device("meta")).batch
+    assert held["lengths"].is_meta
+    assert held["task"] == "translate"
 
 
 def test_one_plan_at_a_time() -> None:
