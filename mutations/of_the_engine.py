@@ -274,6 +274,18 @@ MUTATIONS = (
         ((", skip_nnmodule_hook_guards=False", ""),),
     ),
     Mutation(
+        "batch-norm-by-its-traced-name",
+        "inside the compiler, what a batch norm makes has a name that no plan has: it is kept, with a warning",
+        "engine/compiled",
+        (('if facts.name.startswith("_native_batch_norm_legit"):', "if False:"),),
+    ),
+    Mutation(
+        "views-of-statistics-unread",
+        "inside the compiler, statistics of a group norm that backward reads as views are not kept as a plan says",
+        "engine/compiled",
+        ((" or (is_view(user) and _is_read_outside(user, members))", ""),),
+    ),
+    Mutation(
         "later-hooks-of-all-uncompiled",
         "hooks of all modules that come after a unit was compiled do not run",
         "engine/compiled",

@@ -25,6 +25,9 @@ from recollect._torch_dynamo import module_stack
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.plans.value_names import module_of, result_names, value_stem
 
+# What the tape sees of a batch norm; the compiler traces it before a kernel is chosen.
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
 
 @dataclass(slots=True)
 class _Group:
@@ -92,7 +95,9 @@ def value_names(
         facts = group.facts
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             continue
-        if facts.name == "native_dropout" and stems.has_in_place(group, "bernoulli"):
+        if facts.name.startswith("_native_batch_norm_legit"):
+            names |= _names_of_batch_norm(group, stems)
+        elif facts.name == "native_dropout" and stems.has_in_place(group, "bernoulli"):
             # Outside the compiler, on a CPU: noise is drawn in place, scaled in place, and multiplied.
             drawn = stems.next(group, "empty_like"), stems.next(group, "bernoulli")
             mask, output = stems.next(group, "div"), stems.next(group, "mul")
@@ -106,6 +111,18 @@ def value_names(
     return names
 
 
+def _names_of_batch_norm(group: _Group, stems: _Stems) -> dict[fx.Node, tuple[str, ...]]:
+    """Outside the compiler, one of several kernels runs, on a CPU after an empty tensor is made."""
+    kernel = next((op for op in _BATCH_NORMS if stems.has(group, op)), _BATCH_NORMS[0])
+    empty = [stems.next(group, "empty")] if stems.has(group, "empty") else []
+    names = result_names(stems.next(group, kernel), group.facts.num_returns)
+    found = _names_in(group, names)
+    if group.facts.name.endswith("no_training"):
+        empty += names[1:]
+    # The others are the new running statistics.
+    return {node: (*empty, *of_node) for node, of_node in found.items() if of_node[0] in names[:3]}
+
+
 class _Stems:
     """Counts the calls of ops as the tape does.
 
@@ -114,8 +131,16 @@ class _Stems:
     """
 
     def __init__(self, known: Sequence[str]) -> None:
-        self._in_place = _in_place(known)
+        self._known = _stems_of(known)
+        self._in_place = {
+            key: stems
+            for key, stems in self._known.items()
+            if any(stem.partition("#")[0].endswith("_") for stem in stems)
+        }
         self._counts: dict[tuple[str, str, str], int] = defaultdict(int)
+
+    def has(self, group: _Group, op: str) -> bool:
+        return (group.module, op) in self._known
 
     def has_in_place(self, group: _Group, op: str) -> bool:
         """Whether some of an op's calls in a group's module write in place."""
@@ -129,8 +154,8 @@ class _Stems:
         return stems[count] if count < len(stems) else value_stem(group.module, op, count)
 
 
-def _in_place(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return, in order, the stems of those ops of a module of which some calls write in place."""
+def _stems_of(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Return, in order, the stems of each op of a module, be it in place or not."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in known:
         module = module_of(name)
@@ -141,7 +166,7 @@ def _in_place(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
         stems = found[module, op.rstrip("_")]
         if stem not in stems:
             stems.append(stem)
-    return {key: stems for key, stems in found.items() if any(stem.partition("#")[0].endswith("_") for stem in stems)}
+    return dict(found)
 
 
 def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
@@ -201,10 +226,15 @@ def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str,
     if len(names) == 1:
         return found
     members = set(group.nodes)
-    others = [node for node in results if not members.issuperset(node.users)]
+    others = [node for node in results if _is_read_outside(node, members)]
     if len(others) == len(names) - 1:
         return found | {node: (name,) for node, name in zip(others, names[1:], strict=True)}
     return found | dict.fromkeys(others, names[1:])
+
+
+def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
+    """Whether other ops than a group's read a node, or a view of it."""
+    return any(user not in members or (is_view(user) and _is_read_outside(user, members)) for user in node.users)
 
 
 def _whole(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:

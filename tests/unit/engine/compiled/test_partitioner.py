@@ -262,6 +262,30 @@ def test_views_are_made_again() -> None:
     assert names_of(held, values_by_name(unit, rows())) == {"exp"}
 
 
+NORMS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
+    "batch": (lambda: nn.BatchNorm1d(16), "norm.native_batch_norm", 3),
+    "batch, in evaluation": (lambda: nn.BatchNorm1d(16).eval(), "norm.native_batch_norm", 1),
+    "group": (lambda: nn.GroupNorm(4, 16), "norm.native_group_norm", 3),
+}
+
+
+@pytest.mark.filterwarnings("error::recollect.errors.PlanMismatchWarning")
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_have_the_names_of_their_kernels(kind: str, is_kept: bool) -> None:
+    """In evaluation there are no statistics of the batch."""
+    norm, stem, num_saved = NORMS[kind]
+    unit = built(lambda: Computes(lambda self, rows: self.norm(rows.exp()).sin(), norm=norm()))
+    names = (f"{stem}.0", f"{stem}.1", f"{stem}.2", *(["norm.empty"] if "batch" in kind else []))
+    reports: list[Partition] = []
+    expected, _ = run(unit, None)
+    words = plan("exp", *(names if is_kept else ()), names=("exp", *names, "sin"))
+    gradients, _ = run(unit, words, on_partition=reports.append)
+    assert same(gradients, expected)
+    assert reports[0].missing == ()
+    assert set(reports[0].kept) == {"exp", *(names[:num_saved] if is_kept else ())}
+
+
 class Unwilling(PlanPartitioner):
     def _tagged(self, joint: Any, num_outputs: int) -> Any:
         raise RuntimeError("no")
