@@ -297,6 +297,18 @@ MUTATIONS = (
         (('"heckpoint", "Tried to allocate", ', '"heckpoint", '),),
     ),
     Mutation(
+        "unknown-models-have-no-experts",
+        "the doctor takes what a file does not say of a model for Megatron's default",
+        "doctor",
+        (('is_elsewhere = name in _OF_MODEL and settings.get("num_layers") is None', "is_elsewhere = False"),),
+    ),
+    Mutation(
+        "pipe-read-twice",
+        "the doctor reads the beginning of a pipe, and then what is left of it",
+        "doctor",
+        (("if path.is_fifo():", "if False:"),),
+    ),
+    Mutation(
         "doctor-always-content",
         "recollect doctor exits with 0 if it has recognised nothing",
         "cli",

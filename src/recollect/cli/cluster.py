@@ -134,7 +134,8 @@ def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
     ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
     virtual = flags.num_virtual_stages_per_pipeline_rank
     if each is not None:
-        virtual = (config.num_layers + len(given.keys() & set(_COUNTED))) // (ranks * each)
+        # Rounded up, a remainder does not divide.
+        virtual = -(-(config.num_layers + len(given.keys() & set(_COUNTED))) // (ranks * each))
     setting = TrainingSetting(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,

@@ -2,13 +2,11 @@
 
 import json
 import re
-import shutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -31,7 +29,7 @@ def run_doctor(command: Doctor, console: Console) -> int:
     case = Case()
     for path in command.files or (Path("-"),):
         if str(path) == "-":
-            _add_standard_input(case)
+            case.add_stream(_standard_input(), _INPUT)
         else:
             case.add_file(path)
     found = case.findings()
@@ -43,18 +41,13 @@ def run_doctor(command: Doctor, console: Console) -> int:
     return 0 if found else _NOTHING_FOUND
 
 
-def _add_standard_input(case: Case) -> None:
-    """Read standard input through a file: a long log is then not held in memory."""
+def _standard_input() -> BinaryIO:
     if sys.stdin is None or sys.stdin.isatty():
         raise DiagnosisError(
             "doctor: got no file, expected a log, a configuration or a memory snapshot: recollect doctor train.log, "
             "or pipe it in: python train.py 2>&1 | recollect doctor."
         )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "input"
-        with path.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
-        case.add_file(path, _INPUT)
+    return sys.stdin.buffer
 
 
 def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:

@@ -6,12 +6,14 @@ import gzip
 import json
 import lzma
 import re
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -33,6 +35,7 @@ _START_BYTES = 8192
 _MOST_EVIDENCE = 4
 _LOOKS_LIKE_YAML = re.compile(r"^[\w.-]+:(?: |$)", re.MULTILINE)
 _LOOKS_LIKE_TOML = re.compile(r"^\[[\w.-]+\]\s*(?:#.*)?$", re.MULTILINE)
+_IN_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # By the first bytes of compressed files.
 _UNPACK: Mapping[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
@@ -92,25 +95,38 @@ class Case:
     def add_file(self, path: Path, name: str = "") -> None:
         name = name or str(path)
         try:
+            if path.is_fifo():
+                with path.open("rb") as pipe:
+                    return self.add_stream(pipe, name)
             with path.open("rb") as file:
                 start = file.read(_START_BYTES)
             size = path.stat().st_size
+            # As PowerShell writes it; the other one also leaves out the mark of a UTF-8 file.
+            encoding = "utf-16" if start.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
             if start[:1] == b"\x80":
                 self._add_snapshot(read_pickle(path), name)
             elif unpack := next((unpack for begin, unpack in _UNPACK.items() if start.startswith(begin)), None):
                 self._add_compressed(path, name, unpack)
-            elif b"\x00" in start:
+            elif b"\x00" in start and encoding != "utf-16":
                 raise DiagnosisError(
                     f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
                     "Unpack it first if it is compressed with anything but gzip, bzip2 or xz."
                 )
             elif path.suffix == ".json" or size <= _LARGEST_CONFIGURATION:
-                self.add_text(path.read_text(encoding="utf-8", errors="replace"), name, suffix=path.suffix)
+                self.add_text(path.read_text(encoding=encoding, errors="replace"), name, suffix=path.suffix)
             else:
-                with path.open(encoding="utf-8", errors="replace") as lines:
+                with path.open(encoding=encoding, errors="replace") as lines:
                     self._add_lines(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
         except OSError as problem:
             raise DiagnosisError(f"{name}: cannot be read ({problem.strerror}), expected a file.") from None
+
+    def add_stream(self, stream: BinaryIO, name: str) -> None:
+        """Read a pipe, which can be read once, through a file: a long log is then not held in memory."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "input"
+            with path.open("wb") as file:
+                shutil.copyfileobj(stream, file)
+            self.add_file(path, name)
 
     def add_text(self, text: str, name: str, *, suffix: str = "") -> None:
         """Read a text, or the YAML, TOML or JSON that it turns out to be."""
@@ -209,7 +225,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
     if not is_yaml and not is_json and not _LOOKS_LIKE_YAML.search(text):
         return None
     try:
-        data = json.loads(text) if is_json and not is_yaml else yaml.safe_load(text)
+        data = json.loads(text) if is_json and not is_yaml else yaml.load(text, _IN_YAML)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         if is_yaml:
             where = str(problem).splitlines()[0]

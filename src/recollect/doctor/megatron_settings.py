@@ -15,6 +15,13 @@ from recollect.integrations.megatron.settings import RecomputeSettings, Training
 
 _RECOMPUTE = {f.name for f in dataclasses.fields(RecomputeSettings)}
 _SMALL = frozenset({"core_attn", "layernorm"})  # under fused attention
+# Where the number of layers is not set, they come from a recipe or a checkpoint.
+_OF_MODEL = frozenset(
+    (
+        *("num_moe_experts", "multi_latent_attention", "experimental_attention_variant", "enable_mhc_connections"),
+        *("attention_dropout", "hidden_dropout"),
+    )
+)
 _LOGITS_MATTER = 2**30
 _BYTES_A_LOGIT = 10  # bf16, fp32, and the gradient in fp32
 
@@ -58,12 +65,18 @@ def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSet
         except ConfigError as problem:  # the layers cannot be divided among the stages
             yield _clash("stages", settings, problem, "AssertionError")
             continue
-        # Without a version the rules treat Transformer Engine as missing; here it is unknown.
-        is_unknown = clash is not None and clash.settings.get("transformer_engine_version", "") is None
-        if clash is not None and not is_unknown:
+        if clash is not None and not any(_is_unknown(settings, name) for name in clash.settings):
             yield _clash(rule.name, settings, clash, rule.megatron)
             if rule.name == "types":
                 return
+
+
+def _is_unknown(settings: Settings, name: str) -> bool:
+    """Return whether a setting that is not here is given elsewhere, and not Megatron's default."""
+    if settings.values.get(name) is not None:
+        return False
+    is_elsewhere = name in _OF_MODEL and settings.get("num_layers") is None
+    return is_elsewhere or name in settings.variables or name == "transformer_engine_version"
 
 
 def _clash(name: str, settings: Settings, clash: Clash | ConfigError, megatron: str) -> Finding:

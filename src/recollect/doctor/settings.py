@@ -44,18 +44,24 @@ _OTHER_NAMES = frozenset(
     )
 )
 KNOWN = _MEGATRON_NAMES | _OTHER_NAMES | frozenset(ALIASES)
+# In code, most use_cache are an argument of `generate`.
+_KNOWN_IN_CODE = KNOWN - {"use_cache"}
 # Sections of Bridge's configuration and of Megatron-LM's YAML, whose names belong together.
 _SECTIONS = frozenset(("model", "language_model", "model_parallel", "train", "training", "dataset", "ddp"))
 # Settings of one section, which mean nothing outside of it.
 _PARTS = frozenset(("fsdp_config", "activation_checkpointing", "zero_optimization", "deepspeed_config"))
 _MOST_LEVELS = 12
 _MOST_SCOPES = 20  # a log that names more settings than so many runs can have is prose
-_QUOTES = "\"'`"
+# Around words in shells and in sentences.
+_EDGES = "\"'`.,;()"
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-_FLAG = re.compile(r"^--([A-Za-z][\w.-]*)(?:=(.*))?$", re.DOTALL)
+_FLAG = re.compile(r"^--?([A-Za-z][\w.-]*)(?:=(.*))?$", re.DOTALL)
 _FLAG_IN_LINE = re.compile(r"--([A-Za-z][\w-]*)")
 _WORD = re.compile(r"\"[^\"]*\"|'[^']*'|\S+")
 _PLAIN_WORD = re.compile(r"[\w.,\[\]'+-]+")
+# Of a shell: a pipe or a redirection; and the end of a command, a list or a quotation.
+_OPERATOR = re.compile(r"\d?[|&<>]")
+_ENDS = re.compile(r"^\d?[|&<>]|[;)`][.,]?$")
 _ARGUMENT = re.compile(r"(?:^|\s)(\w+) \.{3,} ?(.*)$")  # of Megatron's list of arguments
 _ASSIGNED = re.compile(
     r"(?<![\w-])([a-z_0-9]+)\s*=\s*(\"[^\"]*\"|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[\w+-]+(?:\.\d+)?)"  # of Python
@@ -81,6 +87,8 @@ class Settings:
     """By Megatron's, transformers', Accelerate's or DeepSpeed's names, with underscores."""
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The line of each name that has one."""
+    variables: frozenset[str] = frozenset()
+    """Names with values that a shell fills in."""
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of these names that has one, else None."""
@@ -139,7 +147,8 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     sizes: list[Any] = [found.get(f"num_layers{name}") for name in ("", "_per_virtual_pipeline_stage")]
     sizes.append(found.get("pipeline_model_parallel_size", 1))
     if all(type(size) is int and size > 0 for size in sizes):  # rounded up, a remainder does not divide
-        found["virtual_pipeline_model_parallel_size"] = -(-sizes[0] // (sizes[1] * sizes[2]))
+        ends = (found.get(f"account_for_{end}_in_pipeline_split") is True for end in ("embedding", "loss"))
+        found["virtual_pipeline_model_parallel_size"] = -(-(sizes[0] + sum(ends)) // (sizes[1] * sizes[2]))
     if found.get("recompute_activations") is True and found.get("recompute_granularity") is None:
         found["recompute_granularity"] = "selective"
     if found.get("cuda_graph_impl") is None:
@@ -171,6 +180,7 @@ class SettingsInText:
         self._words: list[
             tuple[str, int]
         ] = []  # words of a command that may continue on the next line, with their line numbers
+        self._variables: set[str] = set()
 
     def look(self, line: str, number: int) -> None:
         if self._words or "--" in line:
@@ -180,7 +190,7 @@ class SettingsInText:
                 self._end({found[1]: (_value(found[2].strip()), number)})
         elif "=" in line:
             given = _ASSIGNED.findall(_COMMENT.sub("", line))
-            known = {name: (_value(text), number) for name, text in given if name in KNOWN and _is_value(name, text)}
+            known = {n: (_value(text), number) for n, text in given if n in _KNOWN_IN_CODE and _is_value(n, text)}
             self._end(known)
 
     def _look_at_command(self, line: str, number: int) -> None:
@@ -188,22 +198,26 @@ class SettingsInText:
         if not self._words and not any(_name(found[1]) in KNOWN for found in _FLAG_IN_LINE.finditer(line)):
             return
         text = _COMMENT.sub("", line).rstrip()
-        self._words += [(word.strip(_QUOTES), number) for word in _WORD.findall(text.rstrip("\\"))]
+        self._words += [(word, number) for word in _WORD.findall(text.rstrip("\\"))]
         if text and not text.endswith("\\"):  # otherwise it continues; there may be a comment between two lines
             self._end_command()
 
     def _end_command(self) -> None:
-        """Take the flags of a finished command, except those with shell variables."""
+        """Take the flags of a finished command; of those with shell variables, only the names."""
         flags: list[tuple[str, int, list[str]]] = []
         for word, number in self._words:
-            if (flag := _FLAG.match(word)) is not None:
-                flags.append((_name(flag[1]), number, [] if flag[2] is None else [flag[2].strip(_QUOTES)]))
-            elif flags:
-                flags[-1][2].append(word)
+            if (flag := _FLAG.match(word.strip(_EDGES))) is not None:
+                flags.append((_name(flag[1]), number, [] if flag[2] is None else [flag[2].strip(_EDGES)]))
+            elif flags and not _OPERATOR.match(word):
+                flags[-1][2].append(word.strip(_EDGES))
+            if _ENDS.search(word):
+                flags.append(("", number, []))
         self._words = []
         command: dict[str, tuple[Any, int]] = {}
         for name, number, words in flags:
-            if name in KNOWN and not any("$" in word for word in words):
+            if name in KNOWN and any("$" in word for word in words):
+                self._variables.add(name)
+            elif name in KNOWN:
                 command.setdefault(name, (_flag_value(name, words), number))
         self._end(command)
 
@@ -224,6 +238,7 @@ class SettingsInText:
                 place,
                 renamed({name: value for name, (value, _) in scope.items()}),
                 {ALIASES.get(name, name): number for name, (_, number) in scope.items()},
+                frozenset(renamed(dict.fromkeys(self._variables, 1))),
             )
             for scope in self._scopes
             if scope

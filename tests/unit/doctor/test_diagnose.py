@@ -4,6 +4,7 @@ import bz2
 import doctest
 import gzip
 import lzma
+import os
 import re
 import sys
 import tracemalloc
@@ -71,6 +72,27 @@ def test_unreadable(name: str, content: bytes | None, message: str, tmp_path: Pa
         path.write_bytes(content)
     with pytest.raises(DiagnosisError, match=message):
         recollect.diagnose(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_text_as_windows_writes_it(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(GRAPHS, encoding=encoding)
+    (found,) = recollect.diagnose(path)
+    assert found.evidence == (f"{path}:1: {GRAPHS}",)
+    settings = tmp_path / "args.json"
+    settings.write_text('{"recompute_granularity": "full", "recompute_method": "block"}', encoding=encoding)
+    assert [found.rule for found in recollect.diagnose(settings)] == ["megatron-full-needs-num-layers"]
+
+
+@pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="needs paths of pipes")
+def test_a_pipe_is_read_once() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, GRAPHS.encode())
+    os.close(writer)
+    (found,) = recollect.diagnose(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
+    assert found.evidence == (f"/dev/fd/{reader}:1: {GRAPHS}",)
 
 
 @pytest.mark.parametrize("module", [gzip, bz2, lzma], ids=lambda module: module.__name__)

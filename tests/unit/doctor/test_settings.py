@@ -15,6 +15,7 @@ MEMORY = (
     "1.00 GiB is free. Of the allocated memory 75.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but "
     "unallocated."
 )
+ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 # The rule, and a command line that breaks it.
 COMMANDS = {
@@ -84,15 +85,16 @@ def test_the_same_in_bridge_yaml(tmp_path: Path) -> None:
     [
         ("--pipeline-model-parallel-layout 'Et*7|(t*8|)*2t*7L'", True),
         ("--pipeline-model-parallel-layout 'Et*8|(t*8|)*2t*7L'", False),
-        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", True),
+        (ENDS, True),
         ("--account-for-embedding-in-pipeline-split", False),
         ("--num-layers-in-last-pipeline-stage 6 --decoder-first-pipeline-num-layers 8", True),
         ("--decoder-last-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 4", False),
         ("--num-layers-per-virtual-pipeline-stage 3 --account-for-loss-in-pipeline-split", False),
+        (f"{ENDS} --num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2", True),
     ],
 )
 def test_uneven_stages(flags: str, is_divided: bool) -> None:
-    line = f"x.py --num-layers 30 --pipeline-model-parallel-size 4 --recompute-granularity full {flags}"
+    line = f"x.py --num-layers 30 {flags} --pipeline-model-parallel-size 4 --recompute-granularity full"
     assert ("megatron-stages" not in rules(f"{line} --recompute-method uniform --recompute-num-layers 1")) == is_divided
 
 
@@ -166,6 +168,40 @@ def test_the_runs_of_a_script_are_told_apart() -> None:
         "x.py --num-layers 32 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 | tee log\n"
     )
     assert rules(script) == ["mlp-is-slow", "full-is-slow"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.py {full} 1 --tensor-model-parallel-size 2 --distribute-saved-activations 2>&1 | tee log.txt",
+        "x.py {full} 1; echo done",
+        "ARGS=(x.py {full} 1)",
+        "I pass `{full} 1`, with which it is slow.",
+        "With {full} 1, it is slow.",
+        "It is slow with {full} 1.",
+    ],
+)
+def test_a_flag_ends_where_its_words_end(line: str) -> None:
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    assert rules(line.format(full=full)) == ["full-is-slow"]
+    assert rules("x.py --recompute-granularity selective --recompute-modules mlp -tp 2") == ["mlp-is-slow"]
+
+
+def test_a_model_that_is_described_elsewhere_may_have_anything() -> None:
+    modules = "--recompute-granularity selective --recompute-modules moe_act mla_up_proj"
+    assert rules(f"x.py {modules}") == [], "a recipe's model"
+    assert rules(f"x.py {modules} --num-layers $LAYERS --num-experts $EXPERTS") == []
+    found = rules(f"x.py {modules} --num-layers 4")
+    assert found == ["megatron-moe-act-needs-experts", "megatron-mla-up-proj-needs-mla"]
+    assert rules(f"x.py {modules} --num-layers 4 --num-experts $EXPERTS --multi-latent-attention") == []
+    assert rules("x.py --recompute-granularity full --recompute-method $HOW --recompute-num-layers 1") == [
+        "full-is-slow"
+    ]
+
+
+def test_a_cache_for_generation_is_not_one_for_training() -> None:
+    code = "args = TrainingArguments(gradient_checkpointing=True)\nmodel.generate(ids, use_cache=True)\n"
+    assert rules(code) == []
 
 
 def test_settings_in_a_sentence_are_not_taken_for_values() -> None:

@@ -151,6 +151,9 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str, message: str)
         words_of(tmp_path, text, name)
 
 
+BOTH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+
+
 def step_of(line: str, *words: str) -> ClusterStep:
     start = ["plan", "--memory-budget", "1GiB", "--", "--num-layers", "30", "--hidden-size", "64"]
     return cluster_step(_parse([*start, *line.split(), *words]))  # type: ignore[arg-type]
@@ -161,12 +164,9 @@ def step_of(line: str, *words: str) -> ClusterStep:
     [
         ("--num-layers-in-first-pipeline-stage 6 --decoder-last-pipeline-num-layers 4", (6, 10, 10, 4)),
         ("--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2", (3, 4, 4, 4, 3, 4, 4, 4)),
-        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (7, 8, 8, 7)),
-        (
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-            "--num-layers-per-virtual-pipeline-stage 4",
-            (3, 4, 4, 4, 4, 4, 4, 3),
-        ),
+        (BOTH_ENDS, (7, 8, 8, 7)),
+        (f"{BOTH_ENDS} --num-layers-per-virtual-pipeline-stage 4", (3, 4, 4, 4, 4, 4, 4, 3)),
+        (f"{BOTH_ENDS} --num-layers-per-virtual-pipeline-stage 3", "the layers cannot be divided among the stages"),
         ("--pipeline-model-parallel-layout Et*9|(t*7|)*3L|(|)*2", "1 E, 30 t, 1 L on 8 stages. Write E on the first"),
         ("--pipeline-model-parallel-layout Et*9|(t*7|)*3,|||L", (9, 7, 7, 7, 0, 0, 0, 0)),
         ("--decoder-first-pipeline-num-layers 0", "the layers cannot be divided among the stages"),
