@@ -49,8 +49,6 @@ def _deepspeed(settings: Settings) -> Iterator[Finding]:
     except ConfigError as problem:
         given = ", ".join(f"{name}: {value}" for name, value in problem.settings.items())
         yield clash.finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
-    if section.get("cpu_checkpointing") and not section.get("partition_activations"):
-        yield RULES["deepspeed-cpu-checkpointing"].finding(shown)
     if not settings.values.get("gradient_checkpointing"):
         yield RULES["deepspeed-section-alone"].finding(shown)
 

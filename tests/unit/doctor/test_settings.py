@@ -272,7 +272,7 @@ def test_settings_of_several_files_are_judged_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"cpu_checkpointing": True}, ["deepspeed-cpu-checkpointing", "deepspeed-section-alone"]),
+        ({"cpu_checkpointing": True}, ["deepspeed-section-alone"]),
         ({"contiguous_memory_optimization": True}, ["deepspeed-clash", "deepspeed-section-alone"]),
         ({"number_checkpoints": 100}, ["deepspeed-clash", "deepspeed-section-alone"]),
     ],

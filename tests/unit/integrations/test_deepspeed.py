@@ -202,3 +202,12 @@ def test_settings_that_cannot_be_configured(settings: dict[str, Any], error: typ
 def test_settings_without_effect_are_said(settings: dict[str, Any]) -> None:
     with pytest.warns(ConfigWarning, match="has no effect"):
         checkpointing.configure(None, **settings)
+
+
+def test_results_have_the_form_that_deepspeed_gives_them() -> None:
+    hidden = torch.ones(2, requires_grad=True)
+    assert isinstance(checkpointing.checkpoint(lambda x: (x.sin(),), hidden), Tensor)
+    assert isinstance(checkpointing.checkpoint(lambda x: [x.sin()], hidden), Tensor)
+    first, second = two = checkpointing.checkpoint(lambda x: [x.sin(), 3], hidden)
+    assert isinstance(two, tuple) and isinstance(first, Tensor) and second == 3
+    assert checkpointing.checkpoint(lambda x: {"hidden": x.sin()}, hidden).keys() == {"hidden"}

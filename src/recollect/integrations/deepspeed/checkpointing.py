@@ -114,7 +114,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         **kwargs: the same; all are the function's own.
 
     Returns:
-        The function's result.
+        The function's result; of a tuple or list with one item that item, of a longer one a tuple, as from DeepSpeed.
 
     Example:
         >>> import torch
@@ -124,7 +124,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         True
     """
     # DeepSpeed passes all keywords to the function, even those that PyTorch's checkpoint would take for its own.
-    return checkpoint_on_tape(partial(function, **kwargs) if kwargs else function, *args, use_reentrant=False)
+    result = checkpoint_on_tape(partial(function, **kwargs) if kwargs else function, *args, use_reentrant=False)
+    if not isinstance(result, (tuple, list)):
+        return result
+    return result[0] if len(result) == 1 else tuple(result)
 
 
 non_reentrant_checkpoint = checkpoint
