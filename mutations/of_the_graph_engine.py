@@ -302,6 +302,12 @@ MUTATIONS = (
         (("            and not has_global_hooks()\n", ""),),
     ),
     Mutation(
+        "graph-tracing-leaves-garbage",
+        "what Dynamo leaves after tracing a unit holds tensors that the unit has as attributes",
+        "_torch_dynamo.py",
+        (("                run_gc_after_compile=False,\n", ""),),
+    ),
+    Mutation(
         "graph-parameters-not-gathered",
         "the backward of a traced unit reads parameters whose memory FSDP2 has freed",
         "engine/graph",

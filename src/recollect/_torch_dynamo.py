@@ -189,6 +189,7 @@ def _tracing_as_eager() -> Iterator[None]:
                 skip_no_tensor_aliasing_guards_on_parameters=False,
                 recompile_limit=_MOST_TRACES,
                 accumulated_recompile_limit=2**20,
+                run_gc_after_compile=False,
                 ignore_logging_functions=dynamo_config.ignore_logging_functions
                 | {mark_static_address, *_logging_once()},
             ),

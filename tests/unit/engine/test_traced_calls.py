@@ -173,6 +173,41 @@ def test_a_traced_model_is_let_go_of() -> None:
     assert reference() is None
 
 
+class Showing(nn.Module):
+    """Shows what it has computed in an attribute, as attention does with its weights."""
+
+    def __init__(self, can_be_traced: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.can_be_traced = can_be_traced
+        self.shown = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shown = self.linear(x).tanh()
+        if not self.can_be_traced:
+            self.shown.retain_grad()
+        return x + self.shown * 2
+
+
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+@pytest.mark.parametrize("can_be_traced", [True, False])
+def test_tracing_holds_no_attributes(can_be_traced: bool) -> None:
+    """What Dynamo leaves in reference cycles may live until the collector's next look at all objects."""
+    planned = nn.Sequential(*(Showing(can_be_traced) for _ in PATHS))
+    shown = []
+    gc.collect()
+    gc.disable()
+    try:
+        with traced(planned, PATHS, FULL) as handle:
+            for _ in range(3):
+                shown += [weakref.ref(layer.shown) for layer in planned]
+                plainly(planned)
+            assert num_tape_calls(handle) == len(PATHS) * (1 if can_be_traced else 3)
+        assert [reference() for reference in shown] == [None] * len(shown)
+    finally:
+        gc.enable()
+
+
 # Tracing: its errors, and traced results, which have the layouts of the real ones
 
 
