@@ -117,7 +117,7 @@ def _mallinfo() -> Callable[[], _MallInfo] | None:
         return None
     function.restype = _MallInfo
     before = function().uordblks + function().hblkhd
-    probe = torch.empty(1 << 18, dtype=torch.uint8)
+    probe = torch.empty(1 << 12, dtype=torch.uint8)
     after = function().uordblks + function().hblkhd
     return function if after - before >= probe.nbytes else None
 

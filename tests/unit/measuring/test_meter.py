@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect import _torch_memory
 from recollect.errors import MeterError, QuantityError
+from recollect.measuring import device_memory
 from recollect.measuring.deaths import reachable_storages
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 
@@ -20,6 +21,13 @@ KIB = 1024
 
 def zeros(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def test_asking_the_allocator_takes_next_to_nothing() -> None:
+    """It is asked in the middle of a step."""
+    device_memory._mallinfo.cache_clear()
+    asked = measure_peak(lambda: device_memory.held_now(torch.device("cpu")), device="cpu", baseline_bytes=0)
+    assert asked.peak_bytes <= 4 * KIB
 
 
 def test_known_allocations_to_the_byte() -> None:
