@@ -233,11 +233,14 @@ register_op_impl(torch.ops.aten._grouped_mm.default)(_fake_grouped_mm)
 
 # How Dynamo writes the module whose forward it traces: an argument, or one inside the forward's wrapper.
 _ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
+# How Dynamo names a part of a module whose class has a `__getattr__`, as those of diffusers have.
+_PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """Return (number of the call, path below the traced module) of the modules around a node, outermost first."""
-    return [(key, _ROOT.sub("", str(entry[0]))) for key, entry in (node.meta.get("nn_module_stack") or {}).items()]
+    stack = node.meta.get("nn_module_stack") or {}
+    return [(key, _ROOT.sub("", _PART.sub(r".\1", str(entry[0])))) for key, entry in stack.items()]
 
 
 def module_path(node: fx.Node) -> str:

@@ -1262,6 +1262,23 @@ units(
 )
 modules({"sparse weight": _SparseWeight, "weights of inference mode": _InferenceWeights}, _inner)
 
+
+class _Answering(nn.Module):
+    """Answers for old names of attributes, as models of diffusers do, and parts of it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def __getattr__(self, name: str) -> Any:
+        return self.parts if name == "old_parts" else super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.parts(x).sin()
+
+
+modules({"attributes that are asked for": lambda: nn.Sequential(_Answering(), _Answering())}, _inner)
+
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
