@@ -106,6 +106,12 @@ MUTATIONS = (
         (("self.profile.block_bytes(nbytes), (GENERATOR, call)", "0, (GENERATOR, call)"),),
     ),
     Mutation(
+        "dead-saves-end-a-call",
+        "a traced call whose forward lets go of what it saved first is played as if it kept nothing",
+        "simulation",
+        (("is_running = self._running is not None and self._running.call == call", "is_running = False"),),
+    ),
+    Mutation(
         "calibration-of-forward-only",
         "the bytes that calibration adds are missing in backward",
         "simulation",

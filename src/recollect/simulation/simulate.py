@@ -95,14 +95,22 @@ class CompiledSchedule:
         if call in self._calls:
             self._running = None
             self._step.call = -1
+            self._close(call)
         else:
             self._play[events.RETURN](call)
 
     def _release(self, handle: int) -> None:
         saver = self._step.handles[handle][1]
         self._play[events.RELEASE](handle)
-        if saver in self._open and self._open[saver].is_over():
-            del self._open[saver]
+        if saver in self._open:
+            self._open[saver].releases()
+            self._close(saver)
+
+    def _close(self, call: int) -> None:
+        """Forget a call that holds nothing any more. While forward runs, it may save more than what it has let go of."""
+        is_running = self._running is not None and self._running.call == call
+        if not is_running and call in self._open and self._open[call].is_over():
+            del self._open[call]
 
     def _bulk(self, most_bytes: int, change_bytes: int, call: int = -1) -> None:
         if self._running is not None:
@@ -214,10 +222,12 @@ class _CompiledCall:
         self._play[BULK](0, self.change_bytes, self.call)
         step.is_recomputing = ""
 
-    def is_over(self) -> bool:
-        """Count a saved value as released; return whether it was the last one."""
+    def releases(self) -> None:
         self._num_released += 1
-        return self._num_released == self._num_saved
+
+    def is_over(self) -> bool:
+        """Return whether all that was saved has been released."""
+        return 0 < self._num_saved == self._num_released
 
 
 # Engines that run a unit as two pieces of code, which are played as what is known of these.

@@ -60,6 +60,14 @@ def test_what_was_recorded_of_a_variant_is_played_in_place_of_the_ops() -> None:
     assert (default.recompute_s, lean.recompute_s) == (0.0, 2.0)
 
 
+def test_a_forward_that_lets_go_of_what_it_saved_first_may_save_more() -> None:
+    profile = _one_unit()
+    dead = (SAVE, 0, 1, 1, 0), (RELEASE, 1)
+    log = StepLog((*profile.log.events[:2], *dead, *profile.log.events[2:]))
+    played = [CallActions(engine=EngineChoice.COMPILE, variant=0)]
+    assert simulate(replace(profile, log=log), played) == simulate(profile, played)
+
+
 def test_eager_units_take_longer_than_compiled_ones() -> None:
     profile = _one_unit()
     assert simulate(profile, [CallActions()]).recompute_s == 1.0
