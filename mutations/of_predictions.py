@@ -255,7 +255,13 @@ MUTATIONS = (
         "write-of-another-unit-forgotten",
         "a value that another unit writes to may be dropped",
         "recording",
-        (("self.keep(written)  # Another unit's values: their recipes would not know of this write.", "pass"),),
+        (("self.keep([tensor])\n            for index, call", "for index, call"),),
+    ),
+    Mutation(
+        "copy-of-old-content-forgotten",
+        "what is made of a value that another unit writes to later may be dropped, though its recipe then holds a copy",
+        "recording",
+        (("call.values[value].must_keep = True", "pass"),),
     ),
     Mutation(
         "deaths-not-measured",

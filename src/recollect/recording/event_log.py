@@ -6,7 +6,7 @@ came in a destructor or a callback would be printed and forgotten, and the train
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from recollect.profile import events
 from recollect.profile.events import Event
@@ -21,6 +21,14 @@ class Death(weakref.ref[Any]):
     __slots__ = ("means",)
 
     means: Any
+
+
+class Mark(NamedTuple):
+    """A place in the record: the number of events, ops run outside units, and storages before it."""
+
+    events: int
+    runs: int
+    storages: int
 
 
 class Need:

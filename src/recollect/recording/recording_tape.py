@@ -22,9 +22,9 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
-from recollect.recording.event_log import Need
+from recollect.recording.event_log import Mark, Need
 from recollect.recording.runs_again import RunsAgain
-from recollect.recording.step_recorder import Mark, StepRecorder
+from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import (
     Persistent,
     RecordedCall,

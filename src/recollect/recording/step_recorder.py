@@ -7,7 +7,7 @@ added to the events when that dies (`trackers.py`), so deaths are logged exactly
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,7 +27,7 @@ from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
 from recollect.profile.events import ALLOC, Event
-from recollect.recording.event_log import EventLog
+from recollect.recording.event_log import EventLog, Mark
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
@@ -46,14 +46,6 @@ from recollect.recording.trackers import (
 
 Costs: TypeAlias = MeasuredCosts | ModelledCosts
 """Runs ops and knows their costs."""
-
-
-class Mark(NamedTuple):
-    """A place in the record: the number of events, ops run outside units, and storages before it."""
-
-    events: int
-    runs: int
-    storages: int
 
 
 class StepRecorder:
@@ -163,8 +155,7 @@ class StepRecorder:
                 self.begin_phase(events.BACKWARD)
             elif self.current is None:
                 self.note_reads((args, kwargs))
-                # Outputs of units, whose recipes do not know of it.
-                self.keep(facts.written_by(args, kwargs))
+                self._keep_overwritten(facts.written_by(args, kwargs))
             self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
@@ -282,6 +273,15 @@ class StepRecorder:
                 value.must_keep = True
                 value.stays |= stays
 
+    def _keep_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have plans keep what is written to, unknown to recipes, and what is made of it, whose recipe would hold a copy."""
+        for tensor in tensors:
+            self.keep([tensor])
+            for index, call in enumerate(self.calls):
+                read = call.value_of(tensor, index)
+                for value in (value for op in call.ops if read in op.inputs for value in op.outputs):
+                    call.values[value].must_keep = True
+
     def _note_op(self, index: int, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         call = self.calls[index]
         fresh = list(_made(results_of(output), args, kwargs))
@@ -359,7 +359,7 @@ class StepRecorder:
         target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            self.keep(written)  # Another unit's values: their recipes would not know of this write.
+            self._keep_overwritten(written)
             self._note_other(run)
             return
         self.keep(written[1:])  # The record says of one value what it held before.
