@@ -105,7 +105,13 @@ MUTATIONS = (
         "optimizer-not-put-back",
         "verifying a step of the user's own leaves the optimizer elsewhere",
         "verification",
-        (("optimizer.load_state_dict(copy.deepcopy(state))", "pass"),),
+        (("            put_back()", "            pass"),),
+    ),
+    Mutation(
+        "optimizer-gets-other-tensors",
+        "after `verify` an optimizer has copies of its state",
+        "recording",
+        (("{id(tensor): tensor for tensor in (*parameters, *own)}", "{id(tensor): tensor for tensor in parameters}"),),
     ),
     Mutation(
         "inputs-of-units-not-compared",

@@ -30,6 +30,7 @@ from recollect._torch_replicate import begin_replicas, without_replicas
 from recollect.arguments import check_kind
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
+from recollect.recording.optimizers import tensors_in_state
 
 HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 """Names of a module's tables of hooks, which stay the same objects."""
@@ -189,6 +190,34 @@ def present_generators() -> Callable[[], object]:
         torch.random.set_rng_state(of_pytorch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+    return put_back
+
+
+def present_state(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Return what puts an optimizer's groups and state back: the same tensors, with their present content.
+
+    `load_state_dict` would put others in their place, and cast them to the type of their parameter.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = tensors_in_state(
+        [list(optimizer.state.values()), [{**group, "params": []} for group in optimizer.param_groups]]
+    )
+    content = [partial(_write_back, tensor, tensor.detach().clone()) for tensor in own]
+    present: Any = dict(optimizer.state), list(optimizer.param_groups)
+
+    def copied(parts: Any) -> Any:
+        return copy.deepcopy(parts, {id(tensor): tensor for tensor in (*parameters, *own)})
+
+    before = copied(present)
+
+    def put_back() -> None:
+        state, groups = copied(before)
+        _fill_again(optimizer.state, state)
+        for group, values in zip(optimizer.param_groups, groups, strict=False):
+            _fill_again(group, values)
+        for restore in content:
+            restore()
 
     return put_back
 

@@ -223,10 +223,10 @@ def _compared_alone(
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:
     """Run a unit forward and backward on private copies of its inputs; leave no gradients behind."""
-    args, kwargs = tree_map(_private, (args, kwargs))
-    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    leaves: list[torch.Tensor] = []
+    args, kwargs = tree_map(partial(_private, leaves), (args, kwargs))
     with restored_generators(module), restored_buffers(module):
-        gradients = _run(module, args, kwargs, tensors)
+        gradients = _run(module, args, kwargs, leaves)
         return Computed(gradients=gradients, state=state_after(module, device_of(module, (args, kwargs))))
 
 
@@ -244,8 +244,12 @@ def _run(
     return result | {f"output {index}": t.detach() for index, t in enumerate(outputs)}
 
 
-def _private(item: Any) -> Any:
-    """Copy the arguments that a unit might write to: tensors, and objects such as a key-value cache."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone().requires_grad_(item.is_floating_point())
-    return copy.deepcopy(item)
+def _private(leaves: list[torch.Tensor], item: Any) -> Any:
+    """Copy the arguments that a unit might write to: tensors, whose leaves are added to a list, and objects such as a cache."""
+    if not isinstance(item, torch.Tensor):
+        return copy.deepcopy(item)
+    copied = item.detach().clone()
+    if not copied.is_floating_point():
+        return copied
+    leaves.append(copied.requires_grad_())
+    return copied.clone()  # No leaf: the unit may write to it.

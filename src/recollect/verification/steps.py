@@ -1,6 +1,5 @@
 """Run the step to verify, repeatedly from the same state: the step of the most common loop, or the user's own."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from recollect.recording.optimizers import optimizers_in
 from recollect.recording.restored_state import (
     free_gradients,
     present_generators,
+    present_state,
     restored_attributes,
     restored_buffers,
     restored_generators,
@@ -106,12 +106,12 @@ class OwnStep(_RepeatedStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._optimizers = optimizers_in(self.given.optimizer)
-        stepped = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        optimizers = optimizers_in(self.given.optimizer)
+        stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         # Of other models, too, such as a GAN's discriminator: what they compute changes with them.
         self._trained = list({id(p): p for p in (*self.model.parameters(), *stepped)}.values())
         self._parameters = [(p, p.detach().clone(), p.grad) for p in self._trained]
-        self._states = [copy.deepcopy(found.state_dict()) for found in self._optimizers]
+        self._put_back = [present_state(optimizer) for optimizer in optimizers]
 
     def clear(self) -> None:
         free_gradients(self._trained)
@@ -162,8 +162,8 @@ class OwnStep(_RepeatedStep):
                 if not has_same_bits(parameter, before):
                     parameter.copy_(before)
         self.clear()
-        for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            optimizer.load_state_dict(copy.deepcopy(state))
+        for put_back in self._put_back:
+            put_back()
 
 
 VerifiedStep: TypeAlias = BatchStep | OwnStep

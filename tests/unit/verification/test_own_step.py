@@ -42,6 +42,40 @@ def test_the_optimizer_of_a_step_is_where_it_was() -> None:
         assert all(torch.equal(tensor, after["state"][number][name]) for name, tensor in state.items())
 
 
+class FloatMomentum(torch.optim.Optimizer):
+    """Momentum in 32 bits, whatever the type of the parameters, and a rate that its user may change from outside."""
+
+    def __init__(self, parameters: Any, rate: torch.Tensor) -> None:
+        super().__init__(parameters, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros(parameter.shape))
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.sub_((group["lr"] * momentum).to(parameter.dtype))
+
+
+def test_an_optimizer_keeps_its_own_tensors() -> None:
+    model = stack().bfloat16()
+    rate, rows = torch.tensor(0.1), ROWS.bfloat16()
+    optimizer = FloatMomentum(model.parameters(), rate)
+
+    def step() -> None:
+        mean_square(model(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = [(state["momentum"], state["momentum"].clone()) for state in optimizer.state.values()]
+    plan = full(model, rows, mean_square)
+    assert recollect.verify(model, None, plan, step=step, optimizer=optimizer, time=False).equal
+    for (own, content), state in zip(before, optimizer.state.values(), strict=True):
+        assert state["momentum"] is own and torch.equal(own, content)
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
 def test_another_model_that_a_step_trains_is_where_it_was() -> None:
     """Else each run would begin from different weights of a GAN's discriminator, and gradients would differ."""
     model, plan = model_and_plan()

@@ -119,6 +119,26 @@ def test_unequal_step_names_the_parameter() -> None:
     assert report.first_difference[0] == "blocks.1.up.weight"
 
 
+class AddsInPlace(nn.Module):
+    """Adds to what it gets. [n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.add_(self.linear((hidden * 2).sin()).cos())
+
+
+def test_units_that_write_to_what_they_get_are_compared() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), AddsInPlace(), AddsInPlace())
+    rows = torch.randn(4, 16)
+    profile = recollect.record(model, rows, loss_fn=mean_square, units=["1", "2"])
+    plan = recollect.classic_plan(profile, "full")
+    report = recollect.verify(model, rows, plan, loss_fn=mean_square, compare="units", time=False)
+    assert report.equal and report.num_compared == 2 * len(["weight", "bias", "input", "output"])
+
+
 def test_unequal_unit_names_unit_and_parameter() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(of_linear(growing, num_calls=0), of_linear(growing, num_calls=0))
