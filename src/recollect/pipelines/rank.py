@@ -58,11 +58,6 @@ class StageParts:
 
     def __init__(self, number: int, profile: Profile, *, is_last: bool = False) -> None:
         self.profile = profile
-        if profile.persistent.get("parameters", 0) and not profile.persistent.get("gradients", 0):
-            raise ProfileFormatError(
-                f"stage {number}, {profile!r}: got no gradients that accumulate, expected those of a micro-batch after the "
-                "first; record it as record(stage, micro_batch, loss_fn=..., gradients='accumulated', holds_output=False)"
-            )
         whole = _without_last_step(profile.log.events)
         begins = {phase: whole.index((events.PHASE, phase)) for phase in range(3) if (events.PHASE, phase) in whole}
         if events.BACKWARD not in begins or (events.PHASE, events.FORWARD) in whole[begins[events.BACKWARD] :]:
@@ -89,6 +84,13 @@ class StageParts:
         self.optimizer = whole[end:]
         alive = _left_behind(profile, [*self.parts[FORWARD], *self.parts[BACKWARD]])
         self.left_behind = [event for event in alive if event not in outputs]
+        made_bytes = sum(alive[event] for event in self.left_behind if event[0] == events.FREE)
+        # Frozen layers have no gradients, and leave that of their input only.
+        if not profile.persistent.get("gradients", 0) and made_bytes > self.input_bytes:
+            raise ProfileFormatError(
+                f"stage {number}, {profile!r}: got no gradients that accumulate, expected those of a micro-batch after the "
+                "first; record it as record(stage, micro_batch, loss_fn=..., gradients='accumulated', holds_output=False)"
+            )
         output = {event: nbytes for event, nbytes in alive.items() if event in outputs}
         late = outputs.intersection(weight)
         self.let_go: Mapping[str, Mapping[Event, int]] = {

@@ -279,6 +279,16 @@ def test_ranks_that_do_alike_are_planned_once(profiles: list[Profile], monkeypat
     assert len(made) == 3 and planned.peaks_bytes[1] == planned.peaks_bytes[2]
 
 
+def test_a_frozen_stage_has_no_gradients_that_accumulate(profiles: list[Profile]) -> None:
+    frozen = recorded(module().requires_grad_(False), torch.randn(SHAPE, requires_grad=True))
+    first, other, *_ = profiles
+    planned = recollect.plan_pipeline([first, frozen, other, other], SCHEDULES["1F1B"], "100%")
+    with_gradients = recollect.plan_pipeline(profiles, SCHEDULES["1F1B"], "100%")
+    saved_bytes = with_gradients.peaks_bytes[1] - planned.peaks_bytes[1]
+    assert saved_bytes >= sum(parameter.nbytes for parameter in module().parameters())
+    assert planned.peaks_bytes[2:] == with_gradients.peaks_bytes[2:]
+
+
 def test_profiles_of_other_steps_are_refused(profiles: list[Profile]) -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     fresh = recollect.record(module(), x, loss_fn=torch.sum, gradients="freed")
