@@ -32,6 +32,12 @@ MUTATIONS = (
         (("for tensor in made[:1]:", "for tensor in made[:0]:"),),
     ),
     Mutation(
+        "backwards-from-inside-counted-at-the-first-unit",
+        "of a backward within forward that does not reach the first unit, what it holds is told as more than planned",
+        "attaching/placement.py",
+        (("if only_within and not self.is_running:", "if only_within:"),),
+    ),
+    Mutation(
         "calls-together-as-one-by-one",
         "micro-batches that wait for backward together run under the plan of those that ran one after the other",
         "attaching/step_shape.py",

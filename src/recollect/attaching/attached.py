@@ -28,7 +28,7 @@ from recollect.attaching.placement import Placement, Removable, State, Watcher, 
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_clock import StepClock
-from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_call
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, changes_weights, to_user, without_call
 from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
@@ -322,7 +322,8 @@ class Attached(Handle):
         self._end.note_optimizer(optimizer)
         if self._end.is_reached:  # The step may end later, without its gradients.
             self._now.made = self._structure.with_gradients()
-        if not self._now.calls and not self.num_steps and self._structure.has_gradients():
+        is_first = not self._now.calls and not self.num_steps
+        if is_first and self._structure.has_gradients() and changes_weights(optimizer):
             self._planner.warn_once(without_call(self.model))
         # After a node of backward, and after compiled code, PyTorch restores the thread's state, and with it a profiler or mode
         # that was left in there: the step then ends at the next call.

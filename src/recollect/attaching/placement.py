@@ -47,10 +47,14 @@ _OWN_BYTES: Final = 32 << 10
 
 
 class Backwards:
-    """How many backwards reached a call's outputs, or what its first unit returned; and whether one built its own graph."""
+    """How many backwards reached a call's outputs, or what its first unit returned; and whether one built its own graph.
+
+    Those that begin within the call, `is_running`, also count if they reach what a later unit returned.
+    """
 
     def __init__(self) -> None:
         self.number = 0
+        self.is_running = True
         self.build_graph = False
         self._latest = -1
         self._hooks: list[weakref.ref[Any]] = []
@@ -60,12 +64,14 @@ class Backwards:
         """Whether none has come, and the call's graph, which holds the hooks, is still there."""
         return not self.number and any(hook() is not None for hook in self._hooks)
 
-    def count_at(self, tensor: torch.Tensor) -> None:
-        """Count the backwards that reach a tensor, each once."""
+    def count_at(self, tensor: torch.Tensor, *, only_within: bool = False) -> None:
+        """Count the backwards that reach a tensor, each once; or those that begin within the call."""
 
         @unserializable_hook  # Without a warning where the user saves an output.
         @untraced
         def note(_gradient: Any) -> None:
+            if only_within and not self.is_running:
+                return
             now = current_backward()
             self.number += now != self._latest
             self._latest = now
@@ -183,18 +189,18 @@ class Watcher:
             self.abandon()
             raise
         finally:
-            self.is_inside = False
+            self.is_inside = self.backwards.is_running = False
         self.end()
         # The loop may make a loss of its own from any of them.
         for tensor in made_in(output):
             self.backwards.count_at(tensor)
         return output
 
-    def watch_inside(self, output: Any) -> bool:
+    def watch_inside(self, output: Any, only_within: bool) -> bool:
         """Count the backwards that reach what a unit returns, such as one that begins within the model; whether any can."""
         made = made_in(output)
         for tensor in made[:1]:
-            self.backwards.count_at(tensor)
+            self.backwards.count_at(tensor, only_within=only_within)
         return bool(made)
 
     def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

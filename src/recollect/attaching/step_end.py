@@ -134,6 +134,11 @@ def to_user(error: RecollectError, budget: int | str) -> RecollectError:
     return error.with_traceback(None)
 
 
+def changes_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of it may; `torch.distributed.checkpoint` takes one at a learning rate of 0 to make its state."""
+    return any(group.get("lr", 1) for group in optimizer.param_groups)
+
+
 def without_call(model: nn.Module) -> str:
     """Return the message about an optimizer that steps though the model was never called."""
     other = forward_of_user(model)

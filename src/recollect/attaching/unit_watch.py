@@ -149,8 +149,7 @@ class WatchedUnit(PlacedForward):
             watch.meet_other(self)
         with running_unit():
             output = self._run(args, kwargs)
-        if not watch.is_watched:
-            watch.is_watched = watch.watcher.watch_inside(output)
+        watch.is_watched |= watch.watcher.watch_inside(output, watch.is_watched)
         return output
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -169,11 +168,11 @@ class WatchedUnit(PlacedForward):
 
 
 class Told(Protocol):
-    """Is told of departures, and of what a unit returns, until that is a tensor that backward may reach."""
+    """Is told of departures, and of what units return."""
 
     departs: Callable[[str], object]
 
-    def watch_inside(self, output: Any) -> bool: ...
+    def watch_inside(self, output: Any, only_within: bool) -> bool: ...
 
 
 class UnitWatch:

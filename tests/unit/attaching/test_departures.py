@@ -620,6 +620,20 @@ class Force(Blocks):
         return force.square().sum()
 
 
+class ForceOnCharges(Blocks):
+    """Its first block gets what does not depend on the positions, and so no part of the gradient within."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        charges = self.blocks[0](x.detach())
+        (force,) = torch.autograd.grad(self.energy(charges, x.requires_grad_()), x, create_graph=True)
+        return force.square().sum()
+
+    def energy(self, charges: Tensor, x: Tensor) -> Tensor:
+        for block in self.blocks[1:]:
+            charges = charges + block(charges * x)
+        return charges.square().mean()
+
+
 class Heads(Blocks):
     """Runs one block on two scales."""
 
@@ -640,7 +654,9 @@ class Observed(nn.Module):
         return made
 
 
-@pytest.mark.parametrize(("kind", "budget"), [(Force, "100%"), (Heads, "100%"), (Observed, "95%")])
+@pytest.mark.parametrize(
+    ("kind", "budget"), [(Force, "100%"), (ForceOnCharges, "100%"), (Heads, "100%"), (Observed, "95%")]
+)
 def test_what_every_step_does_is_no_departure(kind: type[nn.Module], budget: str) -> None:
     model = Blocks() if kind is Observed else kind()
     if kind is Observed:

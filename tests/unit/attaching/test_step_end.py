@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -90,6 +91,15 @@ def test_an_optimizer_that_steps_before_the_first_call_ends_no_step() -> None:
             model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert [len(planned.calls) for planned in attached.planned] == [3] and attached.num_steps == 1
+
+
+def test_a_distributed_checkpoint_that_makes_the_state_takes_no_step() -> None:
+    with attached_loop() as (model, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        get_state_dict(model, optimizer)
+        model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        assert attached.recorded_steps == [0]
 
 
 def test_an_output_can_be_saved_without_a_warning() -> None:
