@@ -149,7 +149,8 @@ class WatchedUnit(PlacedForward):
             watch.meet_other(self)
         with running_unit():
             output = self._run(args, kwargs)
-        watch.is_watched |= watch.watcher.watch_inside(output, watch.is_watched)
+        if watch.watches_all or not watch.is_watched:
+            watch.is_watched |= watch.watcher.watch_inside(output, watch.is_watched)
         return output
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -185,12 +186,13 @@ class UnitWatch:
         is_on: a call of a step is known, and runs belong to it.
         is_lean: the rest of the step runs at its leanest.
         is_watched: what a unit has returned in this call shows its backwards.
+        watches_all: some backward may begin within this call, and not reach the first unit. Else a hook a unit would take time.
     """
 
     def __init__(self, model: nn.Module, unit_paths: Iterable[str], watcher: Told) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.units = [WatchedUnit(modules[path], path, self) for path in unit_paths]
-        self.is_on = self.is_lean = self.is_watched = False
+        self.is_on = self.is_lean = self.is_watched = self.watches_all = False
         self.watcher = watcher
         self._has_departed = False
         self._keeps_to_plan = False
@@ -206,6 +208,7 @@ class UnitWatch:
         other processes follow the plan.
         """
         self.is_on, self._keeps_to_plan, self.is_watched = True, keeps_to_plan, False
+        self.watches_all = course.num_backwards > 1
         units = course.units
         for unit in self.units:
             unit.allowed, unit.most_numel = units.get(unit.path, (0, 0))
@@ -214,7 +217,7 @@ class UnitWatch:
 
     def allow_all(self) -> None:
         """Begin a call that is recorded, or without a plan."""
-        self.is_on, self.is_lean, self.is_watched = True, False, False
+        self.is_on, self.is_lean, self.is_watched, self.watches_all = True, False, False, True
         for unit in self.units:
             unit.allowed = unit.left = unit.most_numel = _ANY_NUMBER
             unit.numel = unit.spare = 0
