@@ -112,6 +112,12 @@ MUTATIONS = (
         (("is_running = self._running is not None and self._running.call == call", "is_running = False"),),
     ),
     Mutation(
+        "retained-graph-played-as-used-up",
+        "a traced call lets go of what it saved in a backward that keeps its graph",
+        "simulation",
+        (("is_retained = code == events.LET_GO or (is_retained and code != events.PHASE)", "is_retained = False"),),
+    ),
+    Mutation(
         "calibration-of-forward-only",
         "the bytes that calibration adds are missing in backward",
         "simulation",

@@ -23,8 +23,15 @@ Blocks = Callable[[int], int]
 
 
 def play(
-    graph: UnitGraph, cut: Cut, blocks: Blocks = int, step_s: float = 0.0, *, is_chained: bool = False
+    graph: UnitGraph,
+    cut: Cut,
+    blocks: Blocks = int,
+    step_s: float = 0.0,
+    *,
+    is_chained: bool = False,
+    is_retained: bool = False,
 ) -> VariantRecord:
+    """Return what a unit takes; `is_chained`: see `engine/graph/node.py`; `is_retained`: in a backward that keeps its graph."""
     joint = graph.joint
     if joint is None:
         raise ValueError("joint: got none, expected a unit that was traced")
@@ -43,7 +50,7 @@ def play(
         held=tuple(sorted(held - {-1})),
         own_bytes=sum(blocks(joint.storages[storage]) for storage in own) + states_bytes,
         forward_bytes=forward.most_bytes,
-        backward=tuple(backward.run_backward(cut, is_chained=is_chained)),
+        backward=tuple(backward.run_backward(cut, is_chained=is_chained, is_retained=is_retained)),
         step_s=step_s,
         is_estimated=True,
     )
@@ -102,16 +109,18 @@ class _Memory:
         for _ in self._run(cut.forward, joint.inputs, {*joint.outputs, *cut.saved}, states=states):
             pass
 
-    def run_backward(self, cut: Cut, *, is_chained: bool) -> Iterator[tuple[int, int, int]]:
+    def run_backward(self, cut: Cut, *, is_chained: bool, is_retained: bool) -> Iterator[tuple[int, int, int]]:
         joint = self._joint
+        retained = set(cut.saved) if is_retained else set[int]()
         given = [*joint.tangents, *cut.saved]
         results = {tensor for contributions in joint.gradients for tensor in contributions}
-        lasting = {*results, *joint.tangents} if joint.holds_tangents else results
-        states = {number: -joint.ops[number].state_bytes for number in cut.draws}
+        lasting = {*results, *retained, *(joint.tangents if joint.holds_tangents else ())}
+        states = {number: -joint.ops[number].state_bytes for number in cut.draws if not is_retained}
         handed_over = _parts(joint, cut) if is_chained else []
         for value in self._run(cut.backward, given, lasting, states=states, sums=cut.sums, parts=handed_over):
             yield self._stretch(value)
-        for value in self._let_go([tensor for tensor in self._block_of if tensor not in results or is_chained]):
+        rest = self._block_of.keys() - retained - (set() if is_chained else results)
+        for value in self._let_go([tensor for tensor in self._block_of if tensor in rest]):
             yield self._stretch(value)
         if not is_chained:
             self._hand_over(range(len(joint.inputs)), [], frees=False)

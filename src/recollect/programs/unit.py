@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import block_bytes
@@ -56,7 +56,9 @@ def returned_values(graph: UnitGraph) -> frozenset[int]:
 
 
 @cache
-def played_unit(graph: UnitGraph, recomputed: frozenset[int], device: str, *, is_chained: bool) -> VariantRecord:
+def played_unit(
+    graph: UnitGraph, recomputed: frozenset[int], device: str, *, is_chained: bool, is_retained: bool = False
+) -> VariantRecord:
     """Return the memory use of a unit that runs from its trace on a type of device; see `play`.
 
     Raises:
@@ -66,4 +68,5 @@ def played_unit(graph: UnitGraph, recomputed: frozenset[int], device: str, *, is
     if made is None:
         raise ValueError("the unit has no trace that can be cut so, expected one")
     step_s = 3 * graph.forward_s + again_s(graph, recomputed)
-    return play(graph, made, lambda nbytes: block_bytes(nbytes, device), step_s, is_chained=is_chained)
+    blocks = partial(block_bytes, device=device)
+    return play(graph, made, blocks, step_s, is_chained=is_chained, is_retained=is_retained)

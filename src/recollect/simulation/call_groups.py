@@ -111,7 +111,7 @@ class Division:
             elif code == events.DIES:
                 step = (operands[0][1],)
             elif code in events.OF_CALLS:
-                step = ()
+                step = operands[1:]
             elif code == BULK:
                 step = operands[:2]
             else:

@@ -333,7 +333,7 @@ class Playback(HostRoom):
             self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
 
 
-def _nothing(_call: int) -> None:
+def _nothing(*_call: int) -> None:
     """Handle what only other engines have to know."""
 
 

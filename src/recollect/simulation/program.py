@@ -138,12 +138,16 @@ class Program:
                 found.add(call)
         return frozenset(found)
 
-    def variant(self, call: int, decision: CallActions) -> VariantRecord:
-        """Return the variant that a call runs as, which its engine plays in place of ops: the recorded one, or of its trace."""
+    def variant(self, call: int, decision: CallActions, *, is_retained: bool = False) -> VariantRecord:
+        """Return the variant that a call runs as, which its engine plays in place of ops: the recorded one, or of its trace.
+
+        `is_retained`: in a backward that keeps its graph.
+        """
         graph = self.profile.graph_of(self.profile.calls[call])
         if decision.variant >= 0:
             return graph.variants[decision.variant]
-        return played_unit(graph, decision.values.recomputed, self.profile.device, is_chained=call in self._chained)
+        recomputed, is_chained = decision.values.recomputed, call in self._chained
+        return played_unit(graph, recomputed, self.profile.device, is_chained=is_chained, is_retained=is_retained)
 
     def added_s(
         self,
@@ -174,6 +178,7 @@ class Program:
         for edge in self.edges:
             edges[edge.start].append(edge)
         sizes: dict[int, int] = {}
+        retained = set(_retained(self.profile))
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events):
             code = event[0]
@@ -187,7 +192,9 @@ class Program:
                 next_start, window = next(starts), next(places)
             for edge in edges.get(position, ()):
                 yield EDGE, (edge.phase, edge.call)
-            if not is_bulk:
+            if code == events.REACH:
+                yield code, (event[1], position in retained)
+            elif not is_bulk:
                 yield code, self.operands(event)
             elif code == events.ALLOC:
                 sizes[event[1]] = self.profile.block_bytes(event[2])
@@ -224,6 +231,15 @@ class Program:
 
     def key(self, call: int, value: int) -> Key:
         return self._origins[call].get(value, (call, value))
+
+
+def _retained(profile: Profile) -> Iterator[int]:
+    """Yield the positions of events in a backward that keeps its graph."""
+    is_retained = False
+    for position, (code, *_) in reversed(list(enumerate(profile.log.events))):
+        is_retained = code == events.LET_GO or (is_retained and code != events.PHASE)
+        if is_retained:
+            yield position
 
 
 def _caller(window: Window | None) -> int:

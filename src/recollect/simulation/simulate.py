@@ -60,6 +60,7 @@ class CompiledSchedule:
             events.SAVE: self._save,
             events.RETURN: self._return,
             events.RELEASE: self._release,
+            events.LET_GO: self._let_go,
         }
         own = {**own, events.PHASE: self._begin_phase, events.REACH: self._reach, events.LEAVE: self._leave}
         found: Actions = {**self._play, **own, BULK: self._bulk}
@@ -137,11 +138,18 @@ class CompiledSchedule:
         if self._running is None and not self._is_in_backward():
             self._play[events.WORK](*operands)
 
-    def _reach(self, call: int) -> None:
+    def _reach(self, call: int, is_retained: bool) -> None:
         self._reached = call
         if call in self._open:
             self._has_reached.add(call)
-            self._open[call].get()
+            self._open[call].get(is_retained=is_retained)
+
+    def _let_go(self, call: int) -> None:
+        self._play[events.LET_GO](call)
+        if call in self._open:
+            # The next backward runs all of it again.
+            self._open[call].is_in_backward = False
+            self._has_reached.discard(call)
 
     def _leave(self, _: int) -> None:
         self._reached = -1
@@ -203,20 +211,25 @@ class _CompiledCall:
         self._num_saved += 1
         return self
 
-    def get(self) -> None:
-        """Run backward, the first time that something saved is asked for."""
+    def get(self, *, is_retained: bool = False) -> None:
+        """Run backward, the first time that something saved is asked for; if it keeps its graph, all that is held stays."""
         if self.is_in_backward:
             return
         self.is_in_backward = True
-        step, change_bytes = self._step, 0
+        step, variant, change_bytes = self._step, self._variant, 0
+        if is_retained:
+            variant = step.program.variant(self.call, step.decisions[self.call], is_retained=True)
         step.call = self.call
-        step.spends((1 - _FORWARD_PART) * self._variant.step_s)
-        for most_bytes, change, let_go in self._variant.backward:
+        step.spends((1 - _FORWARD_PART) * variant.step_s)
+        for most_bytes, change, let_go in variant.backward:
             step.works_in(self.call, change_bytes + most_bytes)
             self._play[BULK](most_bytes, change, self.call)
             change_bytes += change
-            self._held.pop(let_go, None)
+            if not is_retained:
+                self._held.pop(let_go, None)
         self._play[BULK](0, -change_bytes, self.call)
+        if is_retained:
+            return
         self._held.clear()
         self._own.clear()
         self._play[BULK](0, self.change_bytes, self.call)

@@ -24,7 +24,8 @@ from recollect.recording import engines
 from recollect.recording.engines import with_joints
 from recollect.recording.unit_runs import trace_unit
 from recollect.recording.unit_samples import UnitSample
-from recollect.simulation.decisions import decide_call, recompute_all_unit
+from recollect.simulation.decisions import decide, decide_call, recompute_all_unit
+from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.predicted import predicted_plan
 
 CPU = torch.device("cpu")
@@ -207,6 +208,32 @@ def test_the_peak_of_a_step(gradients: Any) -> None:
             found = recollect.measure_peak(lambda: model(data).backward(), device="cpu")
     measured = profile.persistent_bytes + found.peak_growth_bytes
     assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
+
+
+@pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "every other"])
+def test_the_peak_of_a_backward_that_keeps_its_graph(is_lean: bool) -> None:
+    """What a trace saved stays until the last backward, and each runs all of it."""
+    model, data = Layers(), torch.randn(8, WIDTH)
+
+    def step() -> None:
+        loss = model(data)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        model.zero_grad()
+
+    profile = recollect.record(model, step=step, engine="graph")
+    units = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls if call.repeated}
+    if not is_lean:
+        actions = units["layers.0"].actions
+        mixed = {name: action if number % 2 else "keep" for number, (name, action) in enumerate(actions.items())}
+        units = dict.fromkeys(units, recollect.UnitPlan(mixed))
+    plan = predicted_plan(profile, traced_where_known(profile, recollect.Plan(units)))
+    with recollect.apply(model, plan):
+        for _ in range(3):
+            found = recollect.measure_peak(step, device="cpu")
+    measured = profile.persistent_bytes + found.peak_growth_bytes
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
+    assert PeakSums.of(profile).peaks(decide(profile, plan)).peak_bytes == plan.predicted_peak_bytes
 
 
 def test_attached_steps_hold_what_their_programs_take() -> None:
