@@ -49,6 +49,12 @@ MUTATIONS = (
         (("with undisturbed(step.model, keeps_attributes=True):", "if True:"),),
     ),
     Mutation(
+        "readers-of-dropped-outputs-traced",
+        "a unit that reads a dropped output is predicted from its trace, though it runs on the tape",
+        "planning",
+        (("unit.output is Action.RECOMPUTE}\n    # What reads", "unit is None}\n    # What reads"),),
+    ),
+    Mutation(
         "plans-above-the-budget",
         "the chain solver takes plans of up to one percent more than the budget",
         "planning",

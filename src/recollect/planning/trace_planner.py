@@ -12,7 +12,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.planning.clocked_planner import tape_planner
 from recollect.planning.output_choices import keeping_outputs
-from recollect.plans.action import EngineChoice
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.events import PEEK
 from recollect.profile.host_times import HostTimes
@@ -29,7 +29,10 @@ def traced_where_known(profile: Profile, plan: Plan) -> Plan:
     """Make a plan's units run from traces: those that were traced, or, without traces in the profile, all that can."""
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     units = plan.with_engine("graph").units
-    stay = {path for path, graph in graphs.items() if graph.joint is None} if _knows_traces(profile) else set()
+    stay = {path for path, graph in graphs.items() if graph.joint is None} if _knows_traces(profile) else set[str]()
+    dropped = {path for path, unit in plan.units.items() if unit.output is Action.RECOMPUTE}
+    # What reads a dropped output runs on the tape.
+    stay.update(c.path for c in profile.calls if any(profile.calls[at].path in dropped for _, at, _ in c.origins))
     return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
 
 

@@ -11,7 +11,10 @@ import recollect
 from blocks import Block
 from recollect.errors import BudgetTooSmallError
 from recollect.planning import trace_planner
+from recollect.planning.trace_planner import traced_where_known
+from recollect.plans.action import EngineChoice
 from recollect.profile.profile import Profile
+from recollect.simulation.decisions import recompute_all_unit
 
 
 def recorded(*, split_backward: bool = False) -> Profile:
@@ -40,6 +43,16 @@ def test_a_plan_says_why_layers_stay_on_the_tape(profile: Profile) -> None:
     plan = recollect.plan(replace(profile, graphs=graphs), least, engine="graph")
     assert plan.note.endswith("16 of 16 layers run on the tape: it reads the clock")
     assert "layers" not in auto.note + recollect.plan(profile, "70%", engine="graph").note
+
+
+def test_what_reads_a_dropped_output_stays_on_the_tape(profile: Profile) -> None:
+    """It runs there, and so it has to be predicted."""
+    paths = [call.path for call in profile.calls]
+    units = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls}
+    units[paths[3]] = recompute_all_unit(profile.graph_of(profile.calls[3]), keeps_output=False)
+    made = traced_where_known(profile, recollect.Plan(units))
+    on_tape = [path for path, unit in made.units.items() if unit.engine is EngineChoice.TAPE]
+    assert on_tape == paths[3:5]
 
 
 def test_what_traces_need_more_is_taken_from_what_a_plan_takes(
