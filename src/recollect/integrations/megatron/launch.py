@@ -31,6 +31,7 @@ command_not_found_handle() { :; }
 _SECONDS: Final = 20
 # Commands in its trace, except what only mentions one.
 _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--num-layers[\s=].*)$", re.MULTILINE)
+_IN_A_WORD: Final = re.compile(r"\s--num-layers[\s=]")
 _LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
 # Of Bridge's `ConfigContainer` and Megatron-LM's YAML, with names of Megatron's flags; the first that has a name decides.
 _SECTIONS: Final = (
@@ -90,6 +91,9 @@ def command_words(words: Sequence[str]) -> list[str]:
         >>> command_words("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py --num-layers 2".split())
         ['--world-size=32', '--num-layers', '2']
     """
+    # A launcher of clusters may get the command as one word: srun sh -c "torchrun ...".
+    if whole := next((word for word in words if _IN_A_WORD.search(word)), ""):
+        words = shlex.split(whole)
     start = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
     given = dict.fromkeys(_LAUNCHER, "1")
     for word, value in zip(words[: max(start, 0)], words[1:], strict=False):

@@ -151,6 +151,14 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str, message: str)
         words_of(tmp_path, text, name)
 
 
+@pytest.mark.parametrize("shell", ["sh -c", "bash -lc"])
+def test_a_launcher_may_get_the_command_as_one_word(tmp_path: Path, shell: str) -> None:
+    script = (
+        f'run="torchrun --nproc_per_node 4 pretrain_gpt.py --bf16 --num-layers 2"\nsrun -l --nodes=2 {shell} "$run"\n'
+    )
+    assert words_of(tmp_path, script) == ["--world-size=4", "--bf16", "--num-layers", "2"]
+
+
 BOTH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
