@@ -200,11 +200,12 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
     given, behind = args[:start], args[start + 1 :]
     if not behind and start < len(args):
         raise RecollectError("--: got nothing behind it, expected a command such as torchrun ... pretrain_gpt.py ...")
-    words = command_words(behind) if behind else []
+    has_size = any(word.partition("=")[0].replace("_", "-") == "--world-size" for word in given)
+    words = command_words(behind, has_size=has_size) if behind else []
     for word, value in zip(given, [*given[1:], ""], strict=False):
         name, _, inline = word.partition("=")
         if name in ("--megatron", "--yaml") and name in own:
-            words = launch_words(Path(inline or value), known, given_as=name)
+            words = launch_words(Path(inline or value), known, given_as=name, has_size=has_size)
     names = {word.partition("=")[0].replace("_", "-") for word in (*words, *given)}
     is_whole = words and "--megatron" in own
     if is_whole and not names & {"--vocab-size", "--size", "--hf-config"}:

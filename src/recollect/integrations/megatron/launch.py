@@ -58,7 +58,9 @@ _ACTIVATIONS: Final = {
 }
 
 
-def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--megatron") -> list[str]:
+def launch_words(
+    path: Path, flags: Mapping[str, str], *, given_as: str = "--megatron", has_size: bool = False
+) -> list[str]:
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
     Args:
@@ -66,12 +68,13 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
             `ConfigContainer.to_yaml` writes.
         flags: the flag of each setting, for YAML.
         given_as: the flag that names the file, for errors.
+        has_size: whether the number of processes is given besides.
     """
     where = f"{given_as} {path}"
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix not in (".yaml", ".yml"):
-            return command_words(_script_words(text, where))
+            return command_words(_script_words(text, where), has_size=has_size)
         data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
         mark = getattr(problem, "problem_mark", None)
@@ -84,8 +87,10 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
     return list(_yaml_words(data, flags, where))
 
 
-def command_words(words: Sequence[str]) -> list[str]:
+def command_words(words: Sequence[str], *, has_size: bool = False) -> list[str]:
     """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`.
+
+    `has_size`: the number of processes is given besides.
 
     Example:
         >>> command_words("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py --num-layers 2".split())
@@ -95,6 +100,8 @@ def command_words(words: Sequence[str]) -> list[str]:
     if whole := next((word for word in words if _IN_A_WORD.search(word)), ""):
         words = shlex.split(whole)
     start = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
+    if has_size:
+        return [*words[start + 1 :]]
     given = dict.fromkeys(_LAUNCHER, "1")
     for word, value in zip(words[: max(start, 0)], words[1:], strict=False):
         name, _, inline = word.partition("=")

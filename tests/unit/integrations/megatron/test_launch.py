@@ -159,6 +159,16 @@ def test_a_launcher_may_get_the_command_as_one_word(tmp_path: Path, shell: str) 
     assert words_of(tmp_path, script) == ["--world-size=4", "--bf16", "--num-layers", "2"]
 
 
+def test_a_given_number_of_processes_is_not_read_from_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(
+        "torchrun --nproc_per_node 8 --nnodes=$NODES_OF_NOBODY pretrain_gpt.py --num-layers 4 --hidden-size 64\n"
+    )
+    words = ["plan", "--memory-budget", "1GiB", "--megatron", str(tmp_path / "train.sh"), "--vocab-size", "9"]
+    with pytest.raises(ConfigError, match="these are not numbers. Write numbers, or pass --world-size"):
+        _parse(words)
+    assert _parse([*words, "--world-size", "16"]).cluster.world_size == 16
+
+
 BOTH_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
