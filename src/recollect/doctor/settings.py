@@ -206,10 +206,11 @@ class SettingsInText:
         """Take the flags of a finished command; of those with shell variables, only the names."""
         flags: list[tuple[str, int, list[str]]] = []
         for word, number in self._words:
-            if (flag := _FLAG.match(word.strip(_EDGES))) is not None:
+            bare = word.strip(_EDGES)
+            if (flag := _FLAG.match(bare)) is not None:
                 flags.append((_name(flag[1]), number, [] if flag[2] is None else [flag[2].strip(_EDGES)]))
-            elif flags and not _OPERATOR.match(word):
-                flags[-1][2].append(word.strip(_EDGES))
+            elif flags and bare and not _OPERATOR.match(word):
+                flags[-1][2].append(bare)
             if _ENDS.search(word):
                 flags.append(("", number, []))
         self._words = []

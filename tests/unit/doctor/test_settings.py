@@ -187,6 +187,11 @@ def test_a_flag_ends_where_its_words_end(line: str) -> None:
     assert rules("x.py --recompute-granularity selective --recompute-modules mlp -tp 2") == ["mlp-is-slow"]
 
 
+def test_a_switch_before_a_closing_quote_is_on() -> None:
+    script = 'options=" \\\n  --num-layers 4 \\\n  --recompute-activations "\nsrun sh -c "x.py ${options}"\n'
+    assert rules(script) == ["core-attn-fused"]
+
+
 def test_a_model_that_is_described_elsewhere_may_have_anything() -> None:
     modules = "--recompute-granularity selective --recompute-modules moe_act mla_up_proj"
     assert rules(f"x.py {modules}") == [], "a recipe's model"
