@@ -380,6 +380,19 @@ def test_backward_runs_once(plain: Gradients) -> None:
         assert same(stepped(model), plain)
 
 
+def test_what_a_unit_passes_on_may_have_several_backwards() -> None:
+    model = nn.Sequential(Computes(lambda self, rows: (self.up(rows).exp(), rows), up=nn.Linear(8, 8)))
+    weight = torch.ones(8, requires_grad=True)
+    with recollect.apply(model, Plan({"0": UnitPlan({"up.addmm": "keep", "exp": "keep"}, engine="compile")})):
+        made, passed_on = model(ROWS * weight)
+        passed_on.sum().backward(retain_graph=True)
+        made.sum().backward()
+    found, weight.grad = weight.grad, None
+    rows = ROWS * weight
+    (model[0].up(rows).exp().sum() + rows.sum()).backward()
+    torch.testing.assert_close(found, weight.grad)  # The compiler's exp rounds by itself, and the sums are others.
+
+
 def test_other_shapes_are_warned_of_once() -> None:
     model = built()
     plan = Plan(PLAN.units, predicted_peak_bytes=1000)

@@ -160,7 +160,8 @@ class CompiledForward(PlacedForward):
             output = compiled(*args, **kwargs)
         except self._compiler.ERRORS as error:
             raise _not_compiled(self.path, error) from error
-        for node in {tensor.grad_fn for tensor in tensors_in(output)}:
+        given = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}  # It may return some of these.
+        for node in {tensor.grad_fn for tensor in tensors_in(output)} - given:
             if node is not None:
                 saved = getattr(node, "saved_tensors", ()) if self._gathered else ()
                 read = [tensor for tensor in saved if tensor.untyped_storage()._cdata in self._gathered]
