@@ -5,6 +5,7 @@ Importing this imports Dynamo, which takes a second: files import it inside func
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import re
@@ -29,6 +30,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from recollect.garbage import without_collections
 
 # The errors of a function that could not be traced, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -162,8 +165,10 @@ def tracing_as_eager() -> Iterator[None]:
     in a different order. There is no public way to change the answers.
     Dynamo's warnings are left out; the unit's own warnings were shown when it ran on the tape.
     """
-    with _TURN, _tracing_as_eager():
+    with _TURN, without_collections(), _tracing_as_eager():
         yield
+    # What Dynamo leaves in reference cycles holds tensors that modules have as attributes. It is young, and quickly found.
+    gc.collect(1)
 
 
 # What is changed holds for all threads.

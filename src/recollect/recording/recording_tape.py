@@ -101,6 +101,7 @@ class RecordingTape(Tape):
         recorder.calls.append(RecordedCall(unit_path))
         recorder.current = index = len(recorder.calls) - 1
         first_node = next_autograd_node()
+        given = tree_leaves((args, kwargs))  # Now: the unit may add to a list or dict.
         try:
             output = super().run(unit_path, forward, args, kwargs)
             recorder.calls[index].nodes = range(first_node, next_autograd_node())
@@ -108,9 +109,7 @@ class RecordingTape(Tape):
                 value = recorder.value_index(tensor.untyped_storage())
                 if value is not None:
                     recorder.calls[index].values[value].is_output = True
-            self.samples.note_values(
-                index, partial(recorder.calls[index].value_of, index=index), (args, kwargs), output
-            )
+            self.samples.note_values(index, partial(recorder.calls[index].value_of, index=index), given, output)
         finally:
             recorder.current = outer
         recorder.log(events.RETURN, index)

@@ -193,10 +193,13 @@ class UnitSamples:
             )
         )
 
-    def note_values(self, call: int, value_of: Callable[[Any], int], arguments: Any, output: Any) -> None:
-        """Note which values a call read and returned, if there is a sample of it; `value_of` returns -1 for anything else."""
+    def note_values(self, call: int, value_of: Callable[[Any], int], leaves: list[Any], output: Any) -> None:
+        """Note which values a call read and returned, if there is a sample of it; `value_of` returns -1 for anything else.
+
+        `leaves`: of its arguments, as it got them.
+        """
         if self.samples and self.samples[-1].call == call:
-            inputs = tuple(map(value_of, tree_leaves(arguments)))
+            inputs = tuple(map(value_of, leaves))
             outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
             self.samples[-1] = replace(self.samples[-1], input_values=inputs, output_values=outputs)
 

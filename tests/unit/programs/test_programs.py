@@ -288,20 +288,22 @@ def test_a_unit_that_gets_hooks_while_its_model_runs_is_not_traced() -> None:
     assert why == "it gets hooks while its model runs"
 
 
-def test_a_unit_that_gets_what_others_computed_in_an_object_is_traced() -> None:
+@pytest.mark.parametrize("make", [lambda: SimpleNamespace(keys=[]), lambda: {"keys": []}], ids=["an object", "a dict"])
+def test_a_unit_that_adds_to_what_others_computed_is_traced(make: Callable[[], Any]) -> None:
     """As a layer with adapters gets the keys of those before it, in a cache; their own input needs no gradient."""
 
     class Caching(Layers):
         def forward(self, hidden: Tensor) -> Tensor:
-            cache = SimpleNamespace(keys=[])
+            cache = make()
             for unit in self.layers:
                 hidden = unit(hidden, cache)
             return hidden.square().mean()
 
     def caches() -> Computes:
         def run(self: Any, hidden: Tensor, cache: Any) -> Tensor:
-            cache.keys.append(self.linear(hidden))
-            return torch.tanh(hidden + cache.keys[-1])
+            keys = cache["keys"] if isinstance(cache, dict) else cache.keys
+            keys.append(self.linear(hidden))
+            return torch.tanh(hidden + keys[-1])
 
         return Computes(run, linear=nn.Linear(WIDTH, WIDTH))
 

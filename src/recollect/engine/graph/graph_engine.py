@@ -48,7 +48,6 @@ from recollect.engine.self_check import switched_off
 from recollect.engine.tape_forwards import scope_forwards
 from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
-from recollect.garbage import without_collections
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.programs.cut import UntraceableError, other_ops
@@ -65,10 +64,6 @@ if TYPE_CHECKING:
 # Kinds of calls that a unit is traced for, and calls that fit no trace, before it is left to the tape.
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
-
-# What Dynamo leaves in reference cycles holds tensors that the unit has as attributes. It is young, as nothing is collected
-# meanwhile, and quickly found.
-_YOUNG: Final = 1
 
 # A trace that takes longer is worth a warning.
 _LONG_S = 60.0
@@ -176,7 +171,7 @@ class GraphForward(PlacedForward):
                     return self._from_trace(kind, args, kwargs)
                 except (_NotTracedError, OtherMemoryError):
                     self._noted.pop(kind, None)
-                gc.collect(_YOUNG)
+                gc.collect(1)  # What Dynamo leaves of what it cannot trace holds tensors, too.
             if not self.why_not:
                 return self._on_tape(args, kwargs, note=kind)
         return self._on_tape(args, kwargs)
@@ -246,7 +241,6 @@ class GraphForward(PlacedForward):
                 return run
         return None
 
-    @without_collections()
     def _traced(self, kind: Kind, call: Any) -> Any:
         """Trace the unit, and run it."""
         from recollect import _torch_dynamo as dynamo
@@ -278,7 +272,6 @@ class GraphForward(PlacedForward):
             _tracing.unit = None
         self._tell_if_long(perf_counter() - begin)
         self._remember(kind)
-        gc.collect(_YOUNG)
         return output
 
     def _remember(self, kind: Kind) -> None:
