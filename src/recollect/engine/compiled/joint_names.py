@@ -115,10 +115,13 @@ def _names_of_batch_norm(group: _Group, stems: _Stems) -> dict[fx.Node, tuple[st
     """Outside the compiler, one of several kernels runs, on a CPU after an empty tensor is made."""
     kernel = next((op for op in _BATCH_NORMS if stems.has(group, op)), _BATCH_NORMS[0])
     empty = [stems.next(group, "empty")] if stems.has(group, "empty") else []
-    names = result_names(stems.next(group, kernel), group.facts.num_returns)
+    stem = stems.next(group, kernel)
+    names = result_names(stem, group.facts.num_returns)
     found = _names_in(group, names)
     if group.facts.name.endswith("no_training"):
         empty += names[1:]
+    if kernel == "cudnn_batch_norm":
+        empty.append(f"{stem}.3")  # What its own backward needs besides.
     # The others are the new running statistics.
     return {node: (*empty, *of_node) for node, of_node in found.items() if of_node[0] in names[:3]}
 

@@ -264,6 +264,7 @@ def test_views_are_made_again() -> None:
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "batch": (lambda: nn.BatchNorm1d(16), "norm.native_batch_norm", 3),
+    "batch, by cuDNN": (lambda: nn.BatchNorm1d(16), "norm.cudnn_batch_norm", 3),
     "batch, in evaluation": (lambda: nn.BatchNorm1d(16).eval(), "norm.native_batch_norm", 1),
     "group": (lambda: nn.GroupNorm(4, 16), "norm.native_group_norm", 3),
 }
@@ -276,7 +277,8 @@ def test_norms_have_the_names_of_their_kernels(kind: str, is_kept: bool) -> None
     """In evaluation there are no statistics of the batch."""
     norm, stem, num_saved = NORMS[kind]
     unit = built(lambda: Computes(lambda self, rows: self.norm(rows.exp()).sin(), norm=norm()))
-    names = (f"{stem}.0", f"{stem}.1", f"{stem}.2", *(["norm.empty"] if "batch" in kind else []))
+    last = f"{stem}.3" if "cuDNN" in kind else "norm.empty"
+    names = (f"{stem}.0", f"{stem}.1", f"{stem}.2", *([last] if "batch" in kind else []))
     reports: list[Partition] = []
     expected, _ = run(unit, None)
     words = plan("exp", *(names if is_kept else ()), names=("exp", *names, "sin"))
