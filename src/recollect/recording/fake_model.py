@@ -16,11 +16,15 @@ from recollect._torch_fsdp import other_sharded_parameters
 from recollect._torch_private import FakeTensorMode, HigherOrderOperator, is_traceable_wrapper_subclass, tree_map
 from recollect._torch_replicate import without_replicas
 from recollect.engine.facts import facts_of
+from recollect.errors import ConfigWarning
 from recollect.recording.eager_masks import eager_masks
 from recollect.recording.restored_state import restored_attributes, restored_generators
+from recollect.warning import warn_user
 
 _composite_attention = F.scaled_dot_product_attention
 OnOp = Callable[[Any, Any, Any, Any], None]
+# Kernels of recurrent layers, which keep for backward what has no size on fake tensors.
+_RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
 _PRODUCTS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
 
 
@@ -72,6 +76,12 @@ class _FakeMode(FakeTensorMode):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = facts_of(func).name
+        if name in _RECURRENT and torch.is_grad_enabled():
+            warn_user(
+                "recollect: the model has recurrent layers (nn.LSTM, GRU, RNN), and what their kernels keep for backward has "
+                "no size on fake tensors: predicted peaks are too low. Record on real tensors.",
+                ConfigWarning,
+            )
         if name in _PRODUCTS and args[0].dtype is not torch.bfloat16:
             given = dict(
                 zip((argument.name for argument in func._schema.arguments), args, strict=False), **(kwargs or {})

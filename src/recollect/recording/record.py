@@ -127,6 +127,7 @@ def record(
     Warns:
         TorchVersionWarning: once in a process, with a PyTorch newer than the tested ones, or one that behaves differently.
         UserWarning: with `engine="compile"`, layers cannot be compiled.
+        ConfigWarning: with `fake`, the model has recurrent layers, whose kernels keep what has no size there.
 
     Example:
         >>> import torch, recollect

@@ -14,7 +14,7 @@ import recollect
 from blocks import Computes, mean_square
 from predictions import classic_peaks
 from recollect.costs.hardware_table import HARDWARE
-from recollect.errors import HardwareError, RecordError
+from recollect.errors import ConfigWarning, HardwareError, RecordError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.profile.profile import Profile
@@ -234,3 +234,10 @@ def test_hardware_without_fake() -> None:
     )
     with pytest.raises(HardwareError, match=message):
         recollect.record(llama(), batch_of(), hardware="H100")
+
+
+def test_recurrent_layers_on_fake_tensors_get_a_warning() -> None:
+    """What their kernels keep for backward has no size there."""
+    layers = [Computes(lambda self, hidden: self.lstm(hidden)[0], lstm=nn.LSTM(8, 8)) for _ in range(2)]
+    with pytest.warns(ConfigWarning, match=r"predicted peaks are too low\. Record on real tensors"):
+        recollect.record(nn.Sequential(*layers), torch.randn(2, 4, 8), loss_fn=torch.sum, fake=True)
