@@ -45,7 +45,7 @@ _CONTENT = "__import__('recollect.engine.content', fromlist=['content'])"
 
 FAULTS = (
     # What a tensor holds, in forward.
-    Fault(TapeMode, "_register", "storage = result", "result.abs().sum().item()", "item"),
+    Fault(TapeMode, "_register", "record = self", "result.abs().sum().item()", "item"),
     Fault(TapeMode, "_leaf", "held, version =", "held.detach().tolist()", "tolist"),
     Fault(TapeMode, "_run_write", "is_raised =", "torch.equal(targets[0], targets[0])", "equal", unit="in place"),
     Fault(TapeMode, "compare", '"""', "torch.where(torch.ones(2).bool())", "nonzero"),
