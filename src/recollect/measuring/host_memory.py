@@ -1,8 +1,9 @@
-"""The memory of the host: the size of that of the machine, or of this process's container; and mapped files."""
+"""The memory of the host: the size of that of the machine, or what this process's groups may use; and mapped files."""
 
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
 from recollect.quantities import parse_bytes
 
-# Files in which Linux says how much a group of processes may use: version 2 and 1 of its control groups.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# Where Linux says which groups this process is in, and what they may use.
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -23,12 +25,28 @@ def host_memory_bytes() -> int:
         >>> host_memory_bytes() > 2**20
         True
     """
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
-        if text.isdecimal():
-            found.append(int(text))
-    return min(found)
+    own = _OWN_GROUPS.read_text() if _OWN_GROUPS.is_file() else ""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits_bytes(own, _GROUPS)])
+
+
+def limits_bytes(own: str, groups: Path) -> Iterator[int]:
+    """Yield what a process's control groups may use, and those around them, as a job's of Slurm; of versions 1 and 2.
+
+    `own`: the text of `/proc/self/cgroup`. `groups`: the folder of all.
+    """
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        top, name = groups, "memory.max"
+        if controllers:
+            top, name = groups / "memory", "memory.limit_in_bytes"
+            if "memory" not in controllers.split(","):
+                continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / name
+            text = file.read_text(encoding="ascii").strip() if folder.is_relative_to(top) and file.is_file() else ""
+            if text.isdecimal():
+                yield int(text)
 
 
 def check_host_budget(host_budget: int | str) -> None:
@@ -45,7 +63,7 @@ def check_host_budget(host_budget: int | str) -> None:
     if nbytes > there:
         raise ConfigError(
             settings={"host_budget": host_budget},
-            reason=f"this machine, or the container that this runs in, has {format_bytes(there)} of memory",
+            reason=f"this machine, or the container or job that this runs in, has {format_bytes(there)} of memory",
             advice="Pass less than that: the process needs some for itself.",
         )
 
