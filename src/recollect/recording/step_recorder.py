@@ -278,7 +278,8 @@ class StepRecorder:
         for tensor in tensors:
             self.keep([tensor])
             for index, call in enumerate(self.calls):
-                read = call.value_of(tensor, index)
+                if (read := call.value_of(tensor, index)) < 0:
+                    continue
                 for value in (value for op in call.ops if read in op.inputs for value in op.outputs):
                     call.values[value].must_keep = True
 
