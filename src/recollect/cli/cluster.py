@@ -13,7 +13,7 @@ from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_uniform_settings
-from recollect.integrations.megatron.pipeline import chunk_sizes, layout_stages, split_flags
+from recollect.integrations.megatron.pipeline import chunk_sizes, layout_stages, num_virtual_stages, split_flags
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
@@ -134,8 +134,7 @@ def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
     ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
     virtual = flags.num_virtual_stages_per_pipeline_rank
     if each is not None:
-        # Rounded up, a remainder does not divide.
-        virtual = -(-(config.num_layers + len(given.keys() & set(_COUNTED))) // (ranks * each))
+        virtual = num_virtual_stages(config.num_layers + len(given.keys() & set(_COUNTED)), ranks, each)
     setting = TrainingSetting(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,

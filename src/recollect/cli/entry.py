@@ -200,13 +200,14 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
     given, behind = args[:start], args[start + 1 :]
     if not behind and start < len(args):
         raise RecollectError("--: got nothing behind it, expected a command such as torchrun ... pretrain_gpt.py ...")
-    has_size = any(word.partition("=")[0].replace("_", "-") == "--world-size" for word in given)
+    names = _names_in(given)
+    has_size = "--world-size" in names
     words = command_words(behind, has_size=has_size) if behind else []
     for word, value in zip(given, [*given[1:], ""], strict=False):
         name, _, inline = word.partition("=")
         if name in ("--megatron", "--yaml") and name in own:
             words = launch_words(Path(inline or value), known, given_as=name, has_size=has_size)
-    names = {word.partition("=")[0].replace("_", "-") for word in (*words, *given)}
+    names |= _names_in(words)
     is_whole = words and "--megatron" in own
     if is_whole and not names & {"--vocab-size", "--size", "--hf-config"}:
         raise ConfigError(
@@ -217,6 +218,10 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
     defaults = MEGATRONS_DEFAULTS if is_whole else ()
     beside = set(flags_of(commands.Train).values()) - own - set(flags_of(ProcessFlags).values())
     return _without_foreign(_read([*defaults, *words, *given], own=own, beside=beside, plans=True))
+
+
+def _names_in(words: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].replace("_", "-") for word in words}
 
 
 def _read(words: list[str], **how: Any) -> Arguments:

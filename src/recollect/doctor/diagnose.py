@@ -28,6 +28,7 @@ from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
 from recollect.doctor.snapshot import Snapshot, is_snapshot, read_pickle, snapshot_findings, snapshot_of
 from recollect.errors import DiagnosisError
+from recollect.fields import parse_yaml
 
 _LONGEST_LINE = 64 * 1024  # the rest of the line is read as the next one
 _LARGEST_CONFIGURATION = 4 * 2**20
@@ -35,7 +36,6 @@ _START_BYTES = 8192
 _MOST_EVIDENCE = 4
 _LOOKS_LIKE_YAML = re.compile(r"^[\w.-]+:(?: |$)", re.MULTILINE)
 _LOOKS_LIKE_TOML = re.compile(r"^\[[\w.-]+\]\s*(?:#.*)?$", re.MULTILINE)
-_IN_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # By the first bytes of compressed files.
 _UNPACK: Mapping[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
@@ -225,7 +225,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
     if not is_yaml and not is_json and not _LOOKS_LIKE_YAML.search(text):
         return None
     try:
-        data = json.loads(text) if is_json and not is_yaml else yaml.load(text, _IN_YAML)
+        data = json.loads(text) if is_json and not is_yaml else parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         if is_yaml:
             where = str(problem).splitlines()[0]

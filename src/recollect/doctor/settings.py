@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recollect.integrations.megatron.pipeline import num_virtual_stages
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 _MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
@@ -144,11 +145,11 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {ALIASES.get(name, name): value for name, value in values.items()}
     if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
         found["num_moe_experts"] = found["num_experts"]
-    sizes: list[Any] = [found.get(f"num_layers{name}") for name in ("", "_per_virtual_pipeline_stage")]
-    sizes.append(found.get("pipeline_model_parallel_size", 1))
-    if all(type(size) is int and size > 0 for size in sizes):  # rounded up, a remainder does not divide
+    sizes: list[Any] = [found.get("num_layers"), found.get("pipeline_model_parallel_size", 1)]
+    sizes.append(found.get("num_layers_per_virtual_pipeline_stage"))
+    if all(type(size) is int and size > 0 for size in sizes):
         ends = (found.get(f"account_for_{end}_in_pipeline_split") is True for end in ("embedding", "loss"))
-        found["virtual_pipeline_model_parallel_size"] = -(-(sizes[0] + sum(ends)) // (sizes[1] * sizes[2]))
+        found["virtual_pipeline_model_parallel_size"] = num_virtual_stages(sizes[0] + sum(ends), *sizes[1:])
     if found.get("recompute_activations") is True and found.get("recompute_granularity") is None:
         found["recompute_granularity"] = "selective"
     if found.get("cuda_graph_impl") is None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import yaml
 
 from recollect.errors import ConfigError, RecollectError
+from recollect.fields import parse_yaml
 from recollect.integrations.megatron.arguments import foreign_flag
 from recollect.integrations.megatron.pipeline import layout_stages
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
@@ -75,7 +76,7 @@ def launch_words(
         text = path.read_text(encoding="utf-8")
         if path.suffix not in (".yaml", ".yml"):
             return command_words(_script_words(text, where), has_size=has_size)
-        data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        data = parse_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
         mark = getattr(problem, "problem_mark", None)
         at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "

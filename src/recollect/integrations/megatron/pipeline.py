@@ -31,6 +31,14 @@ def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]
     return tuple(range(start, end) for start, end in pairwise(edges))
 
 
+def num_virtual_stages(num_layers: int, num_stages: int, layers_each: int) -> int:
+    """Return how many virtual stages of a size each stage has; rounded up, since a remainder then does not divide.
+
+    `num_layers`: with embedding and loss, where they count.
+    """
+    return -(-num_layers // (num_stages * layers_each))
+
+
 def chunk_sizes(setting: TrainingSetting, num_layers: int) -> list[int]:
     """Return the number of layers of each model chunk: virtual stage by virtual stage, each on all ranks in turn."""
     if setting.pipeline_model_parallel_layout is not None:
