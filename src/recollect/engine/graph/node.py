@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -164,9 +163,10 @@ class TracedUnit:
     def _chained(self, call: _Call, inputs: Sequence[Any]) -> Any:
         link: Any = None
         call.inputs = tuple(inputs)
+        call.link = inputs[self.parameters[0]].new_empty(0)
         for stretch in reversed(range(len(self.stretches))):
             own = [inputs[i] for i in self.stretches[stretch] for _ in range(self._edges[i])]
-            link = _Link.apply(call, stretch, link, *own)  # type: ignore[no-untyped-call]
+            link = _link(call, stretch, link, *own)
         return link
 
     def _given(self, call: _Call, gradients: list[Any]) -> tuple[list[Any], Program]:
@@ -184,9 +184,7 @@ class TracedUnit:
     def backward(self, call: _Call, gradients: list[Any]) -> tuple[Any, ...]:
         """Run backward; `gradients` are those of the node's outputs."""
         given, program = self._given(call, gradients)
-        with call.as_in_forward():
-            found = program.backward(given)
-        return self._in_order(found, program)
+        return self._in_order(call.as_in_forward(program.backward, given), program)
 
     def backward_of(self, call: _Call, stretch: int, gradients: list[Any]) -> tuple[Any, ...]:
         """Run a stretch of backward; the first one begins with gradients, the others where the one before ended.
@@ -212,12 +210,10 @@ class TracedUnit:
 
     def _stretch(self, call: _Call, stretch: int) -> tuple[Any, ...]:
         generator, program = call.running
-        with call.as_in_forward():
-            next(generator)
+        call.as_in_forward(next, generator)
         call.next_stretch += 1
         found = call.handed_over
-        link = None if stretch + 1 == len(self.stretches) else found[0].new_empty(0) if found else torch.empty(0)
-        ordered: list[Any] = [None, None, link]
+        ordered: list[Any] = [None, None, None if stretch + 1 == len(self.stretches) else call.link]
         for index in self.stretches[stretch]:
             num_edges, num_found = self._edges[index], len(program.cut.gradients[index])
             ordered += found[:num_found] + [None] * (num_edges - num_found)
@@ -247,6 +243,7 @@ class _Call:
         "found",
         "handed_over",
         "inputs",
+        "link",
         "next_stretch",
         "path",
         "program",
@@ -265,8 +262,9 @@ class _Call:
         self.saved: list[Any] | None = None
         # The saved values among the unit's inputs and outputs, with versions and content: others may write to them.
         self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
-        # Of a chain: the inputs of forward, until it has run; the backward that is running; and its results so far.
+        # Of a chain: the inputs of forward, until it has run; an empty tensor; the running backward; its results so far.
         self.inputs: tuple[Any, ...] = ()
+        self.link: Any = None
         self.running: Any = None
         self.next_stretch = 0
         self.handed_over: list[Any] = []
@@ -277,17 +275,15 @@ class _Call:
     def began_with_same(self, gradients: list[Any]) -> bool:
         return 0 in self.found and all(one is before for one, before in zip(gradients, self.began_with, strict=True))
 
-    @contextmanager
-    def as_in_forward(self) -> Iterator[None]:
-        """Within the block, ops run below autograd and autocast, under the settings of forward."""
+    def as_in_forward(self, run: Callable[[Any], Any], given: Any) -> Any:
+        """Run ops below autograd and autocast, under the settings of forward."""
         try:
             with below_autograd(), disable_autocast():
                 now = current_settings(_NO_MODES)
                 if now is self.settings:
-                    yield
-                else:
-                    with self.settings.applied(now):
-                        yield
+                    return run(given)
+                with self.settings.applied(now):
+                    return run(given)
         finally:
             torch._C._set_grad_enabled(False)
 
@@ -368,7 +364,7 @@ class _Link(torch.autograd.Function):
         ctx.call, ctx.stretch = call, stretch
         ctx.set_materialize_grads(False)
         if stretch:
-            return call.inputs[call.unit.parameters[0]].new_empty(0)
+            return call.link.detach()
         outputs = call.forward(call.inputs)
         call.inputs = ()
         if call.unit.no_grad:
@@ -378,6 +374,10 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.call.unit.backward_of(ctx.call, ctx.stretch, _listed(gradients, ctx.call))
+
+
+# As `_Link.apply`, which first looks among the arguments for leftovers of `torch.func`: 4 us for each link.
+_link: Any = super(torch.autograd.Function, _Link).apply
 
 
 def _listed(gradients: Any, call: _Call) -> list[Any]:

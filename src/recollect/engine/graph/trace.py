@@ -186,8 +186,9 @@ class Trace:
         Raises:
             OtherMemoryError: its inputs share memory differently, or gradients have different types.
         """
-        if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):
-            raise OtherMemoryError
+        for index, dtype in self._dtypes.items():
+            if grad_dtype_of(inputs[index]) is not dtype:
+                raise OtherMemoryError
         self._memory.check(inputs)
 
     def num_edges(self, index: int) -> int:
