@@ -134,6 +134,12 @@ MUTATIONS = (
         (("        check_code(self.module)\n", ""),),
     ),
     Mutation(
+        "kernels-of-attention-not-guarded",
+        "a trace keeps its kernel of attention where PyTorch is told to take a different one",
+        "engine/graph/graph_engine.py",
+        (("return settings, self.module.training, autocast", "return (), self.module.training, autocast"),),
+    ),
+    Mutation(
         "graph-memory-out-twice",
         "a traced unit gives back a value and a detached alias of it as one",
         "engine/graph",
@@ -323,6 +329,6 @@ MUTATIONS = (
         "graph-gradients-type-unguarded",
         "a trace makes gradients of the type that they had when it was made",
         "engine/graph",
-        (("if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):", "if False:"),),
+        (("if grad_dtype_of(inputs[index]) is not dtype:", "if False:"),),
     ),
 )

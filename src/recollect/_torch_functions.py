@@ -295,6 +295,12 @@ def are_users_hooks_active() -> bool:
     return _users_hooks() is not None
 
 
+def hooks_around_unit() -> bool:
+    """Whether saved-tensor hooks are active that are not those of a checkpoint, which a plan takes over."""
+    hooks = _users_hooks()
+    return hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
 def saves_on_cpu() -> bool:
     """Whether PyTorch's `save_on_cpu` packs values that are saved now."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -132,6 +132,13 @@ def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
     changed(the_same)
 
 
+def test_a_different_kernel_of_attention(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.backends.cuda.enable_flash_sdp(True))
+    handle, why_not = changed(lambda _: torch.backends.cuda.enable_flash_sdp(False), UNITS["cross attention"])
+    # Once more on the tape, and then from a new trace.
+    assert (num_tape_calls(handle), why_not) == (2 * len(UNITS["cross attention"].model().paths), "")
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the type of their parameters")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_gradients_of_another_type_than_their_parameters(dtypes: tuple[torch.dtype, torch.dtype]) -> None:

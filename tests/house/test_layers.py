@@ -22,6 +22,7 @@ LAYERS = (
     "printing",
     "thread_end",
     "_torch_private",
+    "_torch_settings",
     "_torch_memory",
     "_torch_functions",
     "_torch_fsdp",

@@ -145,6 +145,7 @@ WAYS: dict[str, StepOf] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:recollect. hooks for saved tensors")
 @every_case
 def test_ways_to_run_a_step(case: Case) -> None:
     """Each model in two ways, and each way under every plan; the contracts run all units in others."""

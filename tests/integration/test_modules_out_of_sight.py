@@ -161,6 +161,7 @@ def test_a_write_that_begins_later_is_an_error() -> None:
             gradients(model, batch(), mean_square)
 
 
+@pytest.mark.filterwarnings("ignore:recollect. hooks for saved tensors")
 def test_hooks_around_the_model_see_no_more_than_before() -> None:
     """A checkpoint around several units counts what is saved: the count must not change from step to step."""
     model = model_of(nn.Tanh())

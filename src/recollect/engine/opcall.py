@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from recollect._torch_parallel import name_of_group, waited_for
-from recollect._torch_private import dispatch_mode_stack, kernel_switches, replaced_dispatch_modes
+from recollect._torch_private import dispatch_mode_stack, replaced_dispatch_modes
+from recollect._torch_settings import kernel_switches
 from recollect.engine.draws import Draw
 from recollect.engine.facts import OpFacts
 from recollect.engine.together import Agreement

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect._torch_functions import hooks_around_unit
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
-from recollect.engine.own_checkpoints import running_unit
+from recollect.engine.own_checkpoints import running_unit, tell_once
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.tape import Tape
 from recollect.measuring.stopwatch import Stopwatch
@@ -50,6 +51,16 @@ def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.M
     return found
 
 
+def look_for_hooks() -> None:
+    """Warn where the user's hooks for saved tensors are around a planned unit."""
+    if hooks_around_unit():
+        tell_once(
+            "hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around layers that run "
+            "by a plan. What these save does not pass through them: they neither move nor change it, and gradients are those "
+            "without hooks. Leave them out (host_budget moves values to host memory), or give units=... without these layers."
+        )
+
+
 class UnitForward(PlacedForward):
     """Runs a unit on the tape."""
 
@@ -71,6 +82,7 @@ class UnitForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_looked:
             look_for_compiler(self)
+            look_for_hooks()
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         with running_unit():

@@ -217,6 +217,7 @@ def test_in_a_planned_unit_the_plan_decides(has_policy: bool) -> None:
 TAKES_RESPECT = "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
 
 
+@pytest.mark.filterwarnings("ignore:recollect. hooks for saved tensors")
 @pytest.mark.parametrize("respects", [None, False, True])
 @pytest.mark.parametrize("around", [nullcontext, torch.autograd.graph.save_on_cpu], ids=["no hooks", "save_on_cpu"])
 def test_pytorchs_selective_checkpoints_in_planned_units_stay_exact(around: Any, respects: bool | None) -> None:

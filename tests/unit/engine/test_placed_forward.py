@@ -12,7 +12,9 @@ from torch.func import functional_call, grad, jvp, vmap
 import recollect
 from blocks import Computes
 from gradients import assert_same_gradients
+from recollect.engine.own_checkpoints import tell_once
 from recollect.errors import ConfigWarning
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from watch import Watch
@@ -111,3 +113,17 @@ def test_compiled_models_follow_the_plan(compile_model: Callable[[nn.Module], An
         assert watch.ops["tanh"] == 6
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert_same_gradients(expected, found)
+
+
+def test_hooks_for_saved_tensors_around_layers() -> None:
+    tell_once.cache_clear()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    plan = Plan({"1": UnitPlan({"gelu": Action.RECOMPUTE})})
+    with (
+        recollect.apply(model, plan),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed),
+        pytest.warns(ConfigWarning, match=r"active around layers that run by a plan.*without these layers\.$") as told,
+    ):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    assert len(told) == 1

@@ -3,7 +3,8 @@
 NOTE [ When a trace holds ]
 1. Dynamo traces a unit into one graph, or not at all: code whose effects or branches it cannot see is not traced. Its guards
    decide at each call whether the trace holds: arguments, attributes, hooks, parameters, settings.
-2. Guards do not see the methods of classes; these are compared here.
+2. Guards do not see the methods of classes, nor the settings by which PyTorch chooses ops (`sdpa_kernel`); these are compared
+   here.
 3. The first call of each kind runs on the tape, and the trace must have its ops: the same names, shapes and strides, in order.
 4. A call that fits no trace runs on the tape; the next one of its kind is traced again. After a few of these, and where a unit
    cannot be traced, it stays on the tape, with a warning that says why.
@@ -33,6 +34,7 @@ from recollect._torch_private import (
     tree_leaves,
     uncompiled,
 )
+from recollect._torch_settings import op_choices
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
@@ -41,11 +43,12 @@ from recollect.engine.graph.node import TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
 from recollect.engine.graph.shared_memory import OtherMemoryError
 from recollect.engine.graph.trace import Trace
+from recollect.engine.opcall import current_settings
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
-from recollect.engine.tape_forwards import scope_forwards
+from recollect.engine.tape_forwards import look_for_hooks, scope_forwards
 from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
@@ -65,11 +68,13 @@ if TYPE_CHECKING:
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
 
+_NO_MODES: Final = ()
+
 # A trace that takes longer is worth a warning.
 _LONG_S = 60.0
 
 Kind: TypeAlias = tuple[Any, ...]
-"""Whether the module trains, what autocast casts to, and shapes and types of the tensors among a call's arguments."""
+"""PyTorch's settings, whether the module trains, what autocast casts to, and shapes and types of the tensors in a call."""
 
 
 def graph_forwards(
@@ -133,7 +138,8 @@ class GraphForward(PlacedForward):
         self._kind: Kind = ()
         self._has_traced: set[Kind] = set()
         self._num_misses = 0
-        self._traces: TracedWhole | None = None
+        # By the settings of PyTorch's that decide which ops run, which guards do not see.
+        self._traces: dict[Any, TracedWhole] = {}
         self._methods: list[tuple[Mapping[str, Any], str, Any]] = []
         # Those that autocast kept in the last call that ran on the tape.
         self._casts: Any = None
@@ -152,6 +158,7 @@ class GraphForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_looked:
             look_for_compiler(self)
+            look_for_hooks()
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         if (
@@ -178,7 +185,8 @@ class GraphForward(PlacedForward):
 
     def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
-        return self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
+        settings = current_settings(_NO_MODES).values + op_choices()
+        return settings, self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
 
     def _look_at_casts(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
@@ -210,7 +218,7 @@ class GraphForward(PlacedForward):
             raise _NotTracedError
         running.path, running.is_captured = self.path, is_capturing()
         call = _is_traced, self.forward, args, kwargs
-        traces = self._traces if kind in self._has_traced else None
+        traces = self._traces.get(kind[0]) if kind in self._has_traced else None
         run = None if traces is None else traces.run_of(*call)
         if run is None and running.is_captured:
             raise _NotTracedError
@@ -224,7 +232,7 @@ class GraphForward(PlacedForward):
                     differs = f"{dynamo.what_differs()!r} did not hold in the last one"
                     self._leave_to_tape(f"its calls differ, and each would have to be traced: {differs}")
                     raise _NotTracedError from error
-        elif self._traces is None and (run := self._run_of_another(kind, call)):
+        elif kind[0] not in self._traces and (run := self._run_of_another(kind, call)):
             self._remember(kind)
             with running_unit():
                 return run(*call)
@@ -234,10 +242,11 @@ class GraphForward(PlacedForward):
         """Take over the traces of an equal unit under an equal plan if one fits this call; return its runner."""
         for reference in self.tape.traced.get(self._alike, ()):
             other: GraphForward | None = reference()
-            if other is None or other._traces is None or other._noted.get(kind) != self._noted[kind]:
+            traces = None if other is None else other._traces.get(kind[0])
+            if other is None or traces is None or other._noted.get(kind) != self._noted[kind]:
                 continue
-            if run := other._traces.run_of(*call):
-                self._traces = other._traces
+            if run := traces.run_of(*call):
+                self._traces[kind[0]] = traces
                 return run
         return None
 
@@ -248,10 +257,10 @@ class GraphForward(PlacedForward):
         if gathers_inside(self.module):
             self._leave_to_tape("FSDP shards modules inside it, and gathers their parameters in between")
             raise _NotTracedError
-        traces = self._traces  # Other threads may leave the unit to the tape.
+        traces = self._traces.get(kind[0])  # Other threads may leave the unit to the tape.
         if traces is None:
             torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
-            traces = self._traces = dynamo.TracedWhole(_unit, _backend)
+            traces = self._traces[kind[0]] = dynamo.TracedWhole(_unit, _backend)
             self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
         self._kind = kind
         GraphForward.num_traces += 1
@@ -319,7 +328,7 @@ class GraphForward(PlacedForward):
 
     def _leave_to_tape(self, why_not: str) -> None:
         self.why_not = why_not
-        self._traces, self._noted = None, {}
+        self._traces, self._noted = {}, {}
         told = vars(self.applied).setdefault("told_why_not", set())
         key = type(self.module), why_not
         if key not in told:
