@@ -326,6 +326,24 @@ MUTATIONS = (
         (("self._leaves[index].grad_dtype = dtype", "pass"),),
     ),
     Mutation(
+        "graph-results-made-apart",
+        "of an op that runs again, a result that is written to comes from one run, and another from a second one",
+        "programs/cut.py",
+        (("return self._forward.blocks.get(maker, [maker])", "return self._forward.groups.get(storage) or [maker]"),),
+    ),
+    Mutation(
+        "graph-views-of-what-changes-shape",
+        "a tensor that has views changes its shape in place, and their gradients are those of different views",
+        "engine/graph/trace.py",
+        (("if traced.maker is None or any(one.storage == traced.storage for one in others):", "if traced.maker is None:"),),
+    ),
+    Mutation(
+        "graph-hooks-without-gradients",
+        "hooks for a gradient that eager mode does not compute are called",
+        "engine/graph/trace.py",
+        (("return self._num_edges[index]", "return max(1, self._num_edges[index])"),),
+    ),
+    Mutation(
         "graph-gradients-type-unguarded",
         "a trace makes gradients of the type that they had when it was made",
         "engine/graph",

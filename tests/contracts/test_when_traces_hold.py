@@ -72,6 +72,14 @@ def test_other_hooks_that_are_added_inside_a_unit(kind: str) -> None:
     changed(lambda model: HOOKS[kind](model.units[0].second))
 
 
+def test_hooks_of_parameters_that_get_no_gradient() -> None:
+    """Eager mode calls none of them."""
+    case = Case("in vain", lambda self, x: (self.first(x) * self.second.weight[0], self.second(x).tanh())[1])
+    changed(lambda model: HOOKS["post-accumulate hook"](model.units[0].first), case)
+    handle, why_not = changed(lambda model: HOOKS["gradient hook"](model.units[0].first), case)
+    assert (num_tape_calls(handle), why_not) == (len(case.model().paths), "")
+
+
 @pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
 def test_a_hook_on_one_of_two_layers_that_share_code() -> None:
     handle, _ = changed(lambda model: HOOKS["forward hook"](model.units[1].second), UNITS["weights shared by units"])

@@ -1322,6 +1322,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("product", "cumulative product", "largest of all", "median of all", "filled with a number that learns"),
     ),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
+    r"it calls aten\.transpose_\.default on an input, or on a tensor with views": ("layout changed beside a view",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
@@ -1329,3 +1330,24 @@ _WORDS: dict[str, tuple[str, ...]] = {
 WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}
 # Of these, what newer versions of PyTorch trace, to the same bits.
 TRACED_LATER = ("random of python", "context variable", "function that writes to its result")
+
+
+def _layout_changed_beside_a_view(self: Any, x: Tensor) -> Tensor:
+    square = self.first(x)[:, :4] * 1.5
+    row, same = square[0], square.view_as(square)
+    square.transpose_(0, 1)
+    return x * (row.sin() + square.cos() @ same).mean()
+
+
+def _one_result_of_two_written(self: Any, x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(self.first(x), 1, keepdim=True)
+    centre = mean.exp_()
+    return x * centre.cos() * variance.sin()
+
+
+units(
+    {
+        "layout changed beside a view": _layout_changed_beside_a_view,
+        "one result of two written": _one_result_of_two_written,
+    }
+)

@@ -161,8 +161,9 @@ class _Forward:
         storages: all memory of forward, inputs included.
         available: memory that is there in backward: of inputs, of outputs of the unit, and of kept values.
         writes: for each memory that ops write to, the ops.
-        groups: for new memory that is written to, the ops that create its contents, in order.
-        between: for ops that read memory between writes to it and make what is written, the group that they belong to.
+        groups: for new memory that is written to, the ops that create its contents, in order; with those that read it between
+            the writes and make what is written.
+        blocks: for each op of a group, the ops that run again with it: those of all groups that share ops with its own.
         maker: for each tensor of forward, the op that made it; -1 for an input.
     """
 
@@ -199,16 +200,21 @@ class _Forward:
         for storage in self.writes:
             if storage not in self.available:
                 self.groups[storage] = made_by[storage]
-        self.between: dict[int, list[int]] = {}
+        are_between: set[int] = set()
         for storage, ops in self.groups.items():
-            if between := self._between(storage, ops):
-                for number in between:
-                    makes = {memory[result] for result in joint.ops[number].results if result >= 0}
-                    if number in self.between or not makes.isdisjoint(self.groups):
-                        func = joint.ops[number].func
-                        raise UntraceableError(f"{func} reads memory between the writes to it, for several writes")
-                self.groups[storage] = sorted({*ops, *between})
-                self.between.update(dict.fromkeys(between, self.groups[storage]))
+            between = self._between(storage, ops)
+            for number in between:
+                makes = {memory[result] for result in joint.ops[number].results if result >= 0}
+                if number in are_between or not makes.isdisjoint(self.groups):
+                    func = joint.ops[number].func
+                    raise UntraceableError(f"{func} reads memory between the writes to it, for several writes")
+            self.groups[storage] = sorted({*ops, *between})
+            are_between.update(between)
+        self.blocks: dict[int, list[int]] = {}
+        for ops in self.groups.values():
+            # Those of an op with several results that are written to.
+            block = sorted({*ops, *(one for number in ops for one in self.blocks.get(number, ()))})
+            self.blocks.update(dict.fromkeys(block, block))
         self.storages = inputs | kept.keys()
 
     def _between(self, storage: int, ops: list[int]) -> list[int]:
@@ -285,10 +291,8 @@ class _Schedule:
         if storage in self._forward.available:
             self.saved[tensor] = None
             return []
-        maker, groups = self._forward.maker[tensor], self._forward.groups
-        writes = self._joint.ops[maker].writes if maker >= 0 else ()
-        group = next((groups[one] for one in (storage, *writes) if one in groups), None)
-        return group or self._forward.between.get(maker) or [maker]
+        maker = self._forward.maker[tensor]
+        return self._forward.blocks.get(maker, [maker])
 
     def _run_again(self, block: list[int]) -> None:
         self._waiting.discard(block[0])

@@ -121,9 +121,10 @@ class TracedUnit:
         self.stretches = self.latest.cut.stretches()
         # By the paths of units that share this.
         self._last: dict[str, weakref.ref[_Call]] = {}
-        # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order.
+        # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order. One that
+        # eager mode has none for is not given: hooks for its gradient would be called.
         self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
-        self._repeats = [i for i, count in enumerate(self._edges) for _ in range(count - 1)]
+        self._given_inputs = [i for i, count in enumerate(self._edges) for _ in range(count)]
 
     def program(self, tangents: Tangents) -> Program:
         if tangents not in self._programs:
@@ -137,13 +138,12 @@ class TracedUnit:
             OtherMemoryError: the call cannot run from this trace.
         """
         self.trace.check_fits(inputs)
-        call = _Call(self)
+        call = _Call(self, inputs)
         before, self._last[call.path] = self._last.get(call.path), weakref.ref(call)
         if len(self.stretches) > 1 and self._lets_go(inputs, None if before is None else before()):
             made = self._chained(call, inputs)
         else:
-            repeats = [inputs[index] for index in self._repeats]
-            made = _Node.apply(call, *inputs, *repeats)  # type: ignore[no-untyped-call]
+            made = _Node.apply(call, *[inputs[index] for index in self._given_inputs])  # type: ignore[no-untyped-call]
         passed_on = self.trace.passed_on
         if not passed_on:
             return made  # type: ignore[no-any-return]
@@ -162,7 +162,6 @@ class TracedUnit:
 
     def _chained(self, call: _Call, inputs: Sequence[Any]) -> Any:
         link: Any = None
-        call.inputs = tuple(inputs)
         call.link = inputs[self.parameters[0]].new_empty(0)
         for stretch in reversed(range(len(self.stretches))):
             own = [inputs[i] for i in self.stretches[stretch] for _ in range(self._edges[i])]
@@ -222,16 +221,14 @@ class TracedUnit:
 
     def _in_order(self, found: list[Any], program: Program) -> tuple[Any, ...]:
         """Return gradients in the order of the node's arguments, of which the first is not a tensor."""
-        first: list[Any] = [None]
-        others: list[Any] = []
+        ordered: list[Any] = [None]
         following = iter(found)
         for contributions, count in zip(program.cut.gradients, self._edges, strict=True):
-            first.append(next(following) if contributions else None)
-            rest = [next(following) for _ in contributions[1:]]
-            others += rest + [None] * (count - 1 - len(rest))
+            ordered += [next(following) for _ in contributions]
+            ordered += [None] * (count - len(contributions))
         del following
         found.clear()
-        return *first, *others
+        return tuple(ordered)
 
 
 class _Call:
@@ -254,16 +251,17 @@ class _Call:
         "unit",
     )
 
-    def __init__(self, unit: TracedUnit) -> None:
+    def __init__(self, unit: TracedUnit, inputs: tuple[Any, ...]) -> None:
         self.unit = unit
+        # Until forward has run.
+        self.inputs = inputs
         self.path = running.path
         self.program = unit.latest
         self.settings: Settings = current_settings(_NO_MODES)
         self.saved: list[Any] | None = None
         # The saved values among the unit's inputs and outputs, with versions and content: others may write to them.
         self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
-        # Of a chain: the inputs of forward, until it has run; an empty tensor; the running backward; its results so far.
-        self.inputs: tuple[Any, ...] = ()
+        # Of a chain: an empty tensor; the backward that is running; and its results so far.
         self.link: Any = None
         self.running: Any = None
         self.next_stretch = 0
@@ -287,8 +285,9 @@ class _Call:
         finally:
             torch._C._set_grad_enabled(False)
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        unit, program = self.unit, self.program
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        unit, program, inputs = self.unit, self.program, self.inputs
+        self.inputs = ()
         if running.is_captured:
             for op in program.cut.draws:
                 # The last write to its memory decides whether that is kept.
@@ -344,7 +343,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        outputs = call.forward(inputs[: call.unit.num_inputs])
+        outputs = call.forward()
         if call.unit.no_grad:
             ctx.mark_non_differentiable(*[outputs[index] for index in call.unit.no_grad])
         return outputs
@@ -365,8 +364,7 @@ class _Link(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if stretch:
             return call.link.detach()
-        outputs = call.forward(call.inputs)
-        call.inputs = ()
+        outputs = call.forward()
         if call.unit.no_grad:
             ctx.mark_non_differentiable(*[outputs[index] for index in call.unit.no_grad])
         return outputs

@@ -34,7 +34,7 @@ from recollect.engine.facts import OpMode, facts_of, must_keep_result
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.real_layouts import laid_out
 from recollect.engine.graph.shared_memory import OtherMemoryError, SharedMemory
-from recollect.engine.graph.traced_op import Layout, TracedOp, TracedTensor, grad_dtype_of
+from recollect.engine.graph.traced_op import AS_VIEWS, Layout, TracedOp, TracedTensor, grad_dtype_of, layout_of
 from recollect.engine.opcall import current_settings
 from recollect.programs.cut import UntraceableError
 
@@ -192,8 +192,8 @@ class Trace:
         self._memory.check(inputs)
 
     def num_edges(self, index: int) -> int:
-        """Return how many gradients eager mode may add up for an input; 1 for one that has none."""
-        return max(1, self._num_edges[index])
+        """Return how many gradients eager mode may add up for an input."""
+        return self._num_edges[index]
 
     @contextmanager
     def _counted(self) -> Iterator[Counter[int]]:
@@ -294,7 +294,7 @@ class _Recorder(OpMode):
             raise UntraceableError(f"it computes a tensor of layout {tensor.layout}")
         storage = tensor.untyped_storage()
         number = self._storages.setdefault(storage._cdata, len(self._storages))
-        traced = TracedTensor(self._num_tensors, number, storage.nbytes(), _layout(tensor), maker)
+        traced = TracedTensor(self._num_tensors, number, storage.nbytes(), layout_of(tensor), maker)
         self._num_tensors += 1
         self._tensors[id(tensor)] = self._by_place[number, traced.layout] = traced
         self._held += [tensor, storage]
@@ -305,7 +305,7 @@ class _Recorder(OpMode):
         found = self._tensors.get(id(tensor))
         if found is None and tensor.layout is torch.strided:
             number = self._storages.get(tensor.untyped_storage()._cdata, -1)
-            found = self._by_place.get((number, _layout(tensor)))
+            found = self._by_place.get((number, layout_of(tensor)))
         if found is None:
             raise UntraceableError("it reads a tensor that none of its ops made")
         return found
@@ -322,6 +322,10 @@ class _Recorder(OpMode):
             raise UntraceableError(f"a Function in it calls {func}, or code without gradients")
         if func is _aten.lift_fresh.default and not is_fake_tensor(args[0]):
             return self._constant(args[0])
+        run = func
+        if func in AS_VIEWS:
+            self._check_alone(func, args[0])
+            func, facts = AS_VIEWS[func], facts_of(AS_VIEWS[func])
         if not self.is_backward and current_settings(_NO_MODES) is not self._settings:
             raise UntraceableError("it changes settings of PyTorch, which its program would not")
         op = TracedOp(func, facts, (), {}, self.is_backward, torch.is_grad_enabled(), self.scope)
@@ -330,7 +334,7 @@ class _Recorder(OpMode):
         if not self.is_backward and op.has_grad and not facts.changes_nothing:
             op.count = self._counts.get((self.scope, facts.name), 0)
             self._counts[self.scope, facts.name] = op.count + 1
-        output = laid_out(func, facts, args, kwargs, func(*args, **kwargs))
+        output = laid_out(func, facts, args, kwargs, run(*args, **kwargs))
         if facts.is_view and not facts.is_collective and self._is_known_view(output):
             return output
         if func in RESHAPES:
@@ -344,6 +348,13 @@ class _Recorder(OpMode):
         op.outputs = [self.add(result, op) if isinstance(result, torch.Tensor) else None for result in results]
         self.ops.append(op)
         return output
+
+    def _check_alone(self, func: Any, tensor: torch.Tensor) -> None:
+        """Refuse to change the shape of an input; and of a tensor with views, whose gradients fake tensors take differently."""
+        traced = self.known(tensor)
+        others = (one for number, one in self._tensors.items() if number != id(tensor))
+        if traced.maker is None or any(one.storage == traced.storage for one in others):
+            raise UntraceableError(f"it calls {func} on an input, or on a tensor with views")
 
     def _constant(self, constant: torch.Tensor) -> torch.Tensor:
         """Return what `torch.tensor` makes of numbers in the code: a new tensor in each call."""
@@ -359,7 +370,7 @@ class _Recorder(OpMode):
         views = output if isinstance(output, (list, tuple)) else (output,)
         if not views or not all(isinstance(view, torch.Tensor) and view.layout is torch.strided for view in views):
             return False
-        places = [(self._storages.get(view.untyped_storage()._cdata, -1), _layout(view)) for view in views]
+        places = [(self._storages.get(view.untyped_storage()._cdata, -1), layout_of(view)) for view in views]
         if not all(place in self._by_place for place in places):
             return False
         self._tensors.update((id(view), self._by_place[place]) for view, place in zip(views, places, strict=True))
@@ -382,8 +393,3 @@ class _Recorder(OpMode):
             return op.reads[-1]
 
         return tree_map(bound, arguments)
-
-
-def _layout(tensor: torch.Tensor) -> Layout:
-    place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -11,6 +11,19 @@ from recollect.engine.facts import OpFacts
 from recollect.plans.value_names import value_stem
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
+
+
+_aten = torch.ops.aten
+# Views, in place of ops that give a tensor itself a different shape: nothing else that has its memory sees that.
+AS_VIEWS: Final = {
+    _aten.as_strided_.default: _aten.as_strided.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
 
 
 # Each refers to others, and a text of all would never end.
@@ -94,3 +107,8 @@ class TracedOp:
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the type of a parameter's gradient; versions of PyTorch that cannot change it have no attribute for it."""
     return getattr(parameter, "grad_dtype", parameter.dtype)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
