@@ -335,7 +335,12 @@ MUTATIONS = (
         "graph-views-of-what-changes-shape",
         "a tensor that has views changes its shape in place, and their gradients are those of different views",
         "engine/graph/trace.py",
-        (("if traced.maker is None or any(one.storage == traced.storage for one in others):", "if traced.maker is None:"),),
+        (
+            (
+                "if traced.maker is None or any(one.storage == traced.storage for one in others):",
+                "if traced.maker is None:",
+            ),
+        ),
     ),
     Mutation(
         "graph-hooks-without-gradients",

@@ -1342,7 +1342,7 @@ def _layout_changed_beside_a_view(self: Any, x: Tensor) -> Tensor:
 def _one_result_of_two_written(self: Any, x: Tensor) -> Tensor:
     variance, mean = torch.var_mean(self.first(x), 1, keepdim=True)
     centre = mean.exp_()
-    return x * centre.cos() * variance.sin()
+    return x * variance.sin() * centre.cos()
 
 
 units(
