@@ -1347,7 +1347,7 @@ def _one_result_of_two_written(self: Any, x: Tensor) -> Tensor:
 
 units(
     {
-        "layout changed beside a view": _layout_changed_beside_a_view,
         "one result of two written": _one_result_of_two_written,
+        "layout changed beside a view": _layout_changed_beside_a_view,
     }
 )
