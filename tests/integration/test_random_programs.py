@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from torch import Tensor
 
 import recollect
+from engines import traced
 from gradients import Step, assert_same_gradients, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from predictions import LEAN_LOOP
@@ -108,6 +109,26 @@ def test_programs_that_write_inside_layers(recipe: Recipe, policy: Policy) -> No
 def test_programs_that_write_outside_of_layers(recipe: Recipe, policy: Policy) -> None:
     """A write that the tape cannot see may be refused, but never gives another gradient."""
     check(recipe, policy, may_refuse=True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+@settings(bounded, max_examples=max(1, bounded.max_examples // 3))
+@given(RECIPE, POLICY)
+def test_programs_from_traces(recipe: Recipe, policy: Policy) -> None:
+    """Steps on the tape, while layers are traced, and from traces, at last as chains that let go of gradients early."""
+    model, data = built(recipe)
+    expected = attempt(model, data)
+    assume(isinstance(expected, dict))
+    with traced(model, model.units, policy):
+        for step in range(4):
+            if step == 3:
+                model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+            got = attempt(model, data)
+            if isinstance(got, RuntimeError):
+                raise got
+            assert isinstance(expected, dict)
+            assert_same_gradients(expected, got)
 
 
 @bounded
