@@ -113,8 +113,12 @@ def test_sources_that_clash(changes: dict[str, object], message: str) -> None:
 
 def test_written_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write_dataset(tmp_path)
-    assert main(["tokenize", "--output-prefix", str(prefix)]) == 2
-    assert "the files already exist, expected new ones. Remove them" in capsys.readouterr().err
+    weights = tmp_path / "model.bin"
+    weights.write_bytes(b"of a model")
+    for path in (prefix, weights.with_suffix("")):
+        assert main(["tokenize", "--output-prefix", str(path)]) == 2
+        assert "the files already exist, expected new ones. Remove them" in capsys.readouterr().err
+    assert weights.read_bytes() == b"of a model"
 
 
 # Sizes that fit here, in place of a guide's.

@@ -5,14 +5,14 @@ from rich.console import Console
 from recollect.cli.commands import Tokenize
 from recollect.errors import RecollectError
 from recollect.lab.train.documents import open_tokenizer, read_documents
-from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.lab.train.indexed_dataset import IndexedDataset, data_path, index_path, write_indexed_dataset
 from recollect.printing import print_line
 
 
 def run_tokenize(command: Tokenize, console: Console) -> None:
     """Tokenize the documents and write them as an indexed dataset."""
     prefix = command.output_prefix
-    if prefix.with_name(prefix.name + ".idx").exists():
+    if data_path(prefix).exists() or index_path(prefix).exists():
         raise RecollectError(
             f"--output-prefix {prefix}: the files already exist, expected new ones. Remove them or choose a different prefix."
         )

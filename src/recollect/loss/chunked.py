@@ -290,7 +290,8 @@ def _loss_and_gradient(
 def _over_vocabulary(logits: Tensor, target: Tensor, is_here: Tensor, settings: _Settings) -> WholeVocabulary:
     """Sum up over the vocabulary; overwrite `logits` with exponentials."""
     part, smoothing = settings.part, settings.label_smoothing
-    greatest = logits.amax(1, keepdim=True)
+    # Finite: a transform may rule out all words of this rank, or of a token.
+    greatest = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     sums = logits.sum(1, keepdim=True) if smoothing and part is not None else None
     logits -= greatest
     at_target = logits.gather(1, target)

@@ -114,6 +114,29 @@ def test_parts_of_the_vocabulary_have_the_loss_and_the_gradients_of_the_whole(op
         assert torch.allclose(got, exact, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
+def test_a_part_of_words_that_a_transform_rules_out_counts_for_nothing() -> None:
+    """As the last rank's, where a vocabulary is padded to a multiple."""
+    hidden, words, bias = torch.randn(1, 6, 8), torch.randn(8, 8), torch.zeros(4)
+    labels = torch.randint(4, (1, 6))
+
+    def of_part(_: Group) -> list[Tensor]:
+        rank = dist.get_rank()
+
+        def transform(logits: Tensor) -> Tensor:
+            return logits.masked_fill(torch.tensor(rank == 1), -torch.inf)
+
+        part = [hidden.clone().requires_grad_(), words.chunk(2)[rank].clone().requires_grad_(), bias, labels]
+        return step(chunked(2, group=dist.group.WORLD, transform=transform), part)
+
+    first, second = run_on_threads(of_part)
+    expected = step(plain(), [hidden.clone().requires_grad_(), words[:4].clone().requires_grad_(), bias, labels])
+    for found in (first, second):
+        assert torch.allclose(found[0], expected[0]) and torch.allclose(found[1], expected[1], atol=1e-6)
+    assert torch.allclose(first[2], expected[2], atol=1e-6)
+    assert not second[2].any()
+
+
 @pytest.mark.parametrize("empty", [False, True], ids=["all ignored", "no tokens"])
 def test_nothing_that_counts_is_nan_as_in_pytorch(empty: bool) -> None:
     def tensors() -> list[Tensor]:

@@ -126,6 +126,13 @@ def _read_jsonl(path: Path, content: str, text_field: str) -> Iterator[str]:
                 f"{where}: got {'no' if text is None else 'a non-text'} field {text_field!r} among "
                 f"{sorted(record)[:8]}, expected text in it. Name the field with --text-field."
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:  # an escape such as \ud83d alone, where a text was cut
+            raise DataError(
+                f"{where}: got half of a character (a lone surrogate) after {problem.start} characters of {text_field!r}, "
+                "expected whole ones. Repair or remove the line."
+            ) from None
         if text:
             yield text
 

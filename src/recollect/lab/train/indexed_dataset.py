@@ -152,11 +152,11 @@ def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab
 
 
 def index_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".idx")
+    return Path(f"{prefix}.idx")
 
 
 def data_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".bin")
+    return Path(f"{prefix}.bin")
 
 
 def _read_header(path: Path) -> tuple[str, int, int]:

@@ -75,6 +75,7 @@ def test_jsonl_lines_are_documents_and_may_hold_line_separators(tmp_path: Path) 
         ("d.jsonl", '{"text": "a"}\n[1]\n', r"d\.jsonl, line 2: got a JSON list, expected an object"),
         ("d.jsonl", '{"body": "a"}\n', r"d\.jsonl, line 1: got no field 'text' among \['body'\]"),
         ("d.jsonl", '{"text": 3}\n', r"d\.jsonl, line 1: got a non-text field 'text'"),
+        ("d.jsonl", '{"text": "cut \\ud83d"}\n', r"d\.jsonl, line 1: got half of a character .* after 4 characters"),
         ("d.txt", b"\xff\xfe\x00", r"d\.txt: got a binary file, expected UTF-8 text"),
         ("d.txt", "", r"d\.txt: got no text, expected at least one document. Check --data"),
         ("d.jsonl", "\n\n", r"d\.jsonl: got no text, expected at least one document"),
