@@ -577,7 +577,7 @@ MUTATIONS = (
         "further-gradients-unseen",
         "a part of the loss that comes in later, and reaches more parameters, takes steps over the budget in silence",
         "attaching/held.py",
-        (("if not nbytes or planned.peak_bytes + nbytes <= planned.budget_bytes:", "if True:"),),
+        (("if nbytes and planned.peak_bytes + nbytes > planned.budget_bytes:", "if False:"),),
     ),
     Mutation(
         "later-state-taken-for-planned",

@@ -26,6 +26,12 @@ MUTATIONS = (
         (("    if len(found) > 1:\n", "    if len(found) > 2:\n"),),
     ),
     Mutation(
+        "last-output-beside-backward",
+        "what `out = train_step()` holds until the function returns is not seen: each step exceeds the budget in silence",
+        "attaching/placement.py",
+        (("self.beside_bytes = self.before.nbytes", "self.beside_bytes = 0"),),
+    ),
+    Mutation(
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",

@@ -194,8 +194,8 @@ class Attached(Handle):
             self._clock.begin(active)
         self._watch.begin(step, is_planned=is_planned)
 
-    def _end_call(self) -> None:
-        self._watch.end(self._now, self._structure)
+    def _end_call(self, output: Any) -> None:
+        self._watch.end(self._now, self._structure, output)
         self._end.note_end_of_call()
 
     def _begin_step(self) -> None:
@@ -312,7 +312,7 @@ class Attached(Handle):
         self._meter.abandon()
         self._clock.abandon()
         self._watcher.tell(None)
-        self._now = StepUnderWay()
+        self._now = StepUnderWay(self._now.returned)
         self._placement.units.begin_step()
 
     @uncompiled

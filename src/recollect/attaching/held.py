@@ -9,14 +9,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from recollect._torch_parallel import has_process_group
 from recollect._torch_private import is_capturing, next_autograd_node
-from recollect.attaching.placement import Backwards, Placement, State
+from recollect.attaching.placement import Backwards, Memory, Placement, State, made_in
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course, UnitWatch
@@ -61,6 +61,8 @@ class Departure:
     """Bytes beyond those expected by the allocator's count; None if the count did not show the departure."""
     unnamed: tuple[str, str] | None = None
     """The value that no plan names, and before it its unit, which is foreseen."""
+    is_understood: bool = False
+    """A recorded step would not show more."""
 
     def excess(self, planned: PlannedStep, more_bytes: int | None, measured_bytes: int) -> str:
         """Return the message about the step; "" if it needed no more than the budget.
@@ -89,9 +91,11 @@ class StepUnderWay:
         state, recording: what is in place, and the recorder if that is it.
         made: positions of the parameters that have gradients when the last optimizer has stepped.
         in_compiled: the recorder began within compiled code that calls the model.
+        returned, before: what the model returned in it, and in the step before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Memory | None = None) -> None:
+        self.returned, self.before = Memory(), before or Memory()
         self.calls: list[Call] = []
         self.departure: Departure | None = None
         self.planned: PlannedStep | None = None
@@ -110,6 +114,7 @@ class StepUnderWay:
 
     def begin_call(self, call: Call, backwards: Backwards) -> None:
         self.calls.append(call)
+        backwards.before = self.before
         self._backwards.append(backwards)
 
     def foresee(self, course: Course | None) -> None:
@@ -125,6 +130,11 @@ class StepUnderWay:
     def ran_backward_within(self) -> bool:
         """Whether the last call, which ends now, had a backward inside: a force, or a penalty on inputs."""
         return self._backwards[-1].number > 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of what the model returned in the step before that were in memory when all its successors were there."""
+        return self._backwards[-1].beside_bytes if self._backwards else 0
 
     def is_last_foreseen(self) -> bool:
         """Whether a plan foresees the work of the last call."""
@@ -176,14 +186,20 @@ class StepUnderWay:
 
 
 def departure_at_end(step: StepUnderWay, planned: PlannedStep, structure: Structure) -> Departure | None:
-    """Return the departure of a step that ran backward more often, or made gradients that its plan has no room for."""
+    """Return the departure of a step that ran backward more often, or for which its plan has no room.
+
+    A plan takes it that what the model returned is replaced when it returns again, not when a function of the loop does.
+    """
     if step.had_more_backwards(planned):
         return Departure("ran backward more often than the plan foresees, or for a graph of its own")
     further = [structure.parameters[at].grad for at in step.made - planned.made]
     nbytes = storage_bytes(gradient for gradient in further if gradient is not None)
-    if not nbytes or planned.peak_bytes + nbytes <= planned.budget_bytes:
-        return None
-    return Departure(f"made {len(further)} gradients that its plan does not foresee", nbytes)
+    if nbytes and planned.peak_bytes + nbytes > planned.budget_bytes:
+        return Departure(f"made {len(further)} gradients that its plan does not foresee", nbytes)
+    more_bytes = step.beside_bytes - planned.more_bytes
+    if more_bytes > planned.budget_bytes // 200 and planned.fits and step.calls == planned.calls:
+        return Departure("held in backward what the model returned in the step before", more_bytes, is_understood=True)
+    return None
 
 
 def expect(planned: PlannedStep) -> None:
@@ -274,8 +290,10 @@ class CallWatch:
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
         self._placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
 
-    def end(self, step: StepUnderWay, structure: Structure) -> None:
+    def end(self, step: StepUnderWay, structure: Structure, output: Any) -> None:
         """Read after forward how many bytes a call holds; more than its plan foresees is a departure."""
+        if not self._joins_others:
+            step.returned.add(made_in(output))
         if step.state is State.RECORDING:
             structure.take_hooks()
         active = self._placement.active

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -31,6 +31,7 @@ from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.engine.placed_forward import Applied, PlacedForward, tell_departures, time_reruns
 from recollect.engine.policy import DropAll
+from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
@@ -46,14 +47,34 @@ from recollect.weak_map import WeakMap
 _OWN_BYTES: Final = 32 << 10
 
 
+class Memory:
+    """The storages of tensors, as long as anything else holds them."""
+
+    def __init__(self) -> None:
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages += (weakref.ref(tensor.untyped_storage()) for tensor in strided_tensors(list(tensors)))
+
+    @property
+    def nbytes(self) -> int:
+        alive = {id(storage): storage.nbytes() for ref in self._storages if (storage := ref()) is not None}
+        return sum(alive.values())
+
+
 class Backwards:
     """How many backwards reached a call's outputs, or what its first unit returned; and whether one built its own graph.
 
     Those that begin within the call, `is_running`, also count if they reach what a later unit returned.
+
+    Attributes:
+        before: what the model returned in the step before.
+        beside_bytes: of that, what is in memory when the first backward comes.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.before = Memory()
+        self.number = self.beside_bytes = 0
         self.is_running = True
         self.build_graph = False
         self._latest = -1
@@ -72,6 +93,8 @@ class Backwards:
         def note(_gradient: Any) -> None:
             if only_within and not self.is_running:
                 return
+            if not self.number:
+                self.beside_bytes = self.before.nbytes
             now = current_backward()
             self.number += now != self._latest
             self._latest = now
@@ -128,7 +151,7 @@ class Watcher:
 
     Args:
         begin: told of each outermost call before it runs: the path of the module, the module, and its arguments.
-        end: told when it has returned.
+        end: told what it has returned.
         abandon: told of a call that raised, and of the end of the thread that records a step: PyTorch's modes and profiler
             must not outlive their thread.
         departs: told of the first run of a unit in a step that no plan foresees; may raise. Or of an `unnamed` value in one.
@@ -142,7 +165,7 @@ class Watcher:
     def __init__(
         self,
         begin: Callable[[str, nn.Module, Any, Any], object],
-        end: Callable[[], object],
+        end: Callable[[Any], object],
         abandon: Callable[[], object],
         departs: Callable[..., object],
     ) -> None:
@@ -190,7 +213,7 @@ class Watcher:
             raise
         finally:
             self.is_inside = self.backwards.is_running = False
-        self.end()
+        self.end(output)
         # The loop may make a loss of its own from any of them.
         for tensor in made_in(output):
             self.backwards.count_at(tensor)

@@ -116,6 +116,14 @@ class Reserve:
         return storage_bytes(trained) + int(new_bytes * ratio)
 
 
+def without_last_output(profile: Profile, nbytes: int) -> Profile:
+    """Return a profile that does not count what the step before returned and the loop still holds: plans get room for that."""
+    if not nbytes:
+        return profile
+    other_bytes = max(0, profile.persistent.get("other_allocations", 0) - nbytes)
+    return replace(profile, persistent={**profile.persistent, "other_allocations": other_bytes})
+
+
 def varying_bytes(profile: Profile, calls: Sequence[Call]) -> int:
     """Return by how much steps with these calls may differ, as far as their first one shows it; 0 if it does not.
 

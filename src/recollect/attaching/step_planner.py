@@ -15,7 +15,7 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped
-from recollect.attaching.reserve import LeanStart, Reserve, varying_bytes
+from recollect.attaching.reserve import LeanStart, Reserve, varying_bytes, without_last_output
 from recollect.attaching.room import Room, plan_with_room, with_room
 from recollect.attaching.step_clock import corrected
 from recollect.attaching.step_meter import Excess
@@ -108,7 +108,7 @@ class StepPlanner:
         with stage("planning"):
             with self.placement.suspended():
                 profile = self.lockstep.together(lambda: self._profile(recording, calls), is_end=True)
-                profile = self._measured(profile, recording)
+                profile = without_last_output(self._measured(profile, recording), step.before.nbytes)
             if recording.meets_gradients:
                 calls = [replace(call, has_gradients=True) for call in calls]
             if late_bytes := recording.late_gradients_bytes:
@@ -117,10 +117,9 @@ class StepPlanner:
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            planned = self._planned(
-                profile, calls, courses, budget, index, int(_MARGIN * varying_bytes(profile, calls))
-            )
-        planned.made = step.made
+            room_bytes = step.beside_bytes + int(_MARGIN * varying_bytes(profile, calls))
+            planned = self._planned(profile, calls, courses, budget, index, room_bytes)
+        planned.made, planned.held_before = step.made, planned.held_before - step.beside_bytes
         self.budget_bytes = planned.budget_bytes
         if excess := excess_of(recording, planned):
             self._warn_of(recording.peak_bytes, excess, key=f"recording {calls[0]}")
@@ -180,7 +179,7 @@ class StepPlanner:
             self.warn_once(text, key="larger units" if follows is _Next.LEANEST else key)
         if follows is _Next.PLANNED:
             active.made |= step.made
-            self.placement.put(self._plan_again(active, departure.more_bytes or 0))
+            self.placement.put(self._plan_again(active, departure.more_bytes or 0, grows=not departure.is_understood))
         elif follows is _Next.RECORDED_ONCE:
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=did_more, was_over=bool(said))
@@ -213,8 +212,8 @@ class StepPlanner:
         for end, is_one in searched.items():
             if is_one and self._searches[end] > _MOST_SEARCHES:
                 return end
-        if is_unnamed:
-            return _Next.RECORDED
+        if is_unnamed or departure.is_understood:
+            return _Next.RECORDED if is_unnamed else _Next.PLANNED
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
         if not self.lockstep.ranks.is_alone or is_larger or (is_read and active.number not in self._tried):
             return _Next.RECORDED_ONCE
@@ -278,13 +277,14 @@ class StepPlanner:
         return active.needs_all_ranks
 
     def _plan_again(
-        self, step: PlannedStep, more_bytes: int, *, profile: Profile | None = None, why: str = ""
+        self, step: PlannedStep, more_bytes: int, *, grows: bool = True, profile: Profile | None = None, why: str = ""
     ) -> PlannedStep:
-        """Plan a step again with current knowledge and room for more bytes; return the new plan."""
+        """Plan a step again with current knowledge and room for more bytes; those that do not grow are there before it, too."""
         begin = time.perf_counter()
         known = profile or step.profile, step.calls, step.courses, step.budget_bytes, step.number
-        again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes))
-        again.held_before, again.state_bytes, again.made = step.held_before, step.state_bytes, step.made
+        again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes) if grows else 0)
+        again.held_before = step.held_before - (0 if grows else more_bytes)
+        again.state_bytes, again.made = step.state_bytes, step.made
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
         again.unlike, again.is_corrected = step.unlike, step.is_corrected or profile is not None
         room = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"

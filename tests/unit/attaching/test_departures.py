@@ -117,6 +117,51 @@ def test_a_loss_that_reaches_more_parameters_later_is_a_departure(model: Blocks,
         assert attached.recorded_steps == ([0, 3, 6, 9, 12] if every else [0, 3])
 
 
+@pytest.mark.parametrize("gradients_stay", [False, True], ids=["recorded once", "recorded twice"])
+@pytest.mark.parametrize("ends_with_step", [True, False], ids=["returned", "kept after backward"])
+def test_what_a_loop_holds_longer_than_the_models_next_output_gets_room(
+    model: Blocks, ends_with_step: bool, gradients_stay: bool
+) -> None:
+    """As `out = train_step()` does: the last step's output is in memory until the function returns."""
+    net, rows = nn.Sequential(*model.blocks, nn.Linear(32, 128)), torch.randn(512, 32)
+    optimizer, kept = SGD(net.parameters()), list[Tensor]()
+
+    def train() -> Tensor:
+        out: Tensor = net(rows)
+        out.square().mean().backward()
+        if not ends_with_step:
+            kept[:] = [out]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not gradients_stay)
+        return out
+
+    def loop(number: int) -> None:
+        for _ in range(number):
+            out = train()
+            if ends_with_step:
+                kept[:] = [out]
+            del out
+
+    with recollect.attach(net, optimizer, "75%", log=lambda _: None) as attached:
+        loop(1)
+        # A step that is recorded shows it, too.
+        late = pytest.warns(
+            BudgetWarning, match=r"step 1 held in backward what the model returned in the step before\. It"
+        )
+        with nullcontext() if gradients_stay else late:
+            loop(1)
+        loop(1)
+        begin_bytes = (
+            sum(p.nbytes * (1 + (p.grad is not None)) for p in net.parameters()) + rows.nbytes + kept[0].nbytes
+        )
+        peak_bytes = begin_bytes + recollect.measure_peak(lambda: loop(1), device="cpu").peak_growth_bytes
+        loop(2)
+        assert attached.recorded_steps == [0, 1][: 1 + gradients_stay]
+        assert attached.plan is not None and attached.plan.predicted_peak_bytes is not None
+        assert attached.budget_bytes is not None and peak_bytes <= attached.budget_bytes
+        assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 4096
+
+
 def test_state_that_an_optimizer_makes_later_is_planned_for(model: Blocks) -> None:
     """As for slow weights that are averaged from some step on."""
     with attached_loop("100MiB", model, SGD) as (_, optimizer, attached):
