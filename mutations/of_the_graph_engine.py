@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "gradients-of-whole-backwards-held",
+        "a backward that keeps its graph holds the gradient of each layer's output until the graph is freed",
+        "engine/graph/node.py",
+        ((" and keeps_graph() and not goes_everywhere(ctx)", " and keeps_graph()"),),
+    ),
+    Mutation(
         "graph-draws-bare",
         "a random op that runs again in backward draws other numbers",
         "engine/graph",

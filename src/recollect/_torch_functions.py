@@ -247,6 +247,15 @@ def python_backward() -> type | None:
     return getattr(torch._C._current_autograd_node(), "_forward_cls", None)
 
 
+def goes_everywhere(node: Any) -> bool:
+    """Whether the running backward goes on to all that follows a node, and not only to what a part of the gradients needs."""
+    following = [one for one, _ in node.next_functions if one is not None]
+    try:
+        return all(map(torch._C._will_engine_execute_node, following))
+    except RuntimeError:  # It cannot tell within `torch.autograd.grad`, which asks for a part.
+        return False
+
+
 class CheckpointHooks(saved_tensors_hooks):
     """Has our methods pack and unpack the tensors that autograd saves, as the hooks of PyTorch's own checkpoints do.
 

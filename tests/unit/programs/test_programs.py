@@ -210,17 +210,19 @@ def test_the_peak_of_a_step(gradients: Any) -> None:
     assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
 
 
+@pytest.mark.parametrize("accumulates", [False, True], ids=["into none", "into gradients"])
 @pytest.mark.parametrize("is_lean", [True, False], ids=["lean", "every other"])
-def test_the_peak_of_a_backward_that_keeps_its_graph(is_lean: bool) -> None:
-    """What a trace saved stays until the last backward, and each runs all of it."""
+def test_the_peak_of_a_backward_that_keeps_its_graph(is_lean: bool, accumulates: bool) -> None:
+    """What a trace saved stays until the last backward, and each runs all of it; what it begins with does not stay."""
     model, data = Layers(), torch.randn(8, WIDTH)
 
     def step() -> None:
         loss = model(data)
         loss.backward(retain_graph=True)
         loss.backward()
-        model.zero_grad()
+        model.zero_grad(set_to_none=not accumulates)
 
+    step()
     profile = recollect.record(model, step=step, engine="graph")
     units = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls if call.repeated}
     if not is_lean:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from recollect._torch_functions import goes_everywhere
 from recollect._torch_parallel import runs_in_ddp
 from recollect._torch_private import below_autograd, disable_autocast, keeps_graph
 from recollect.engine.content import glance_at
@@ -185,13 +186,13 @@ class TracedUnit:
         given, program = self._given(call, gradients)
         return self._in_order(call.as_in_forward(program.backward, given), program)
 
-    def backward_of(self, call: _Call, stretch: int, gradients: list[Any]) -> tuple[Any, ...]:
+    def backward_of(self, call: _Call, stretch: int, gradients: list[Any], *, is_half: bool) -> tuple[Any, ...]:
         """Run a stretch of backward; the first one begins with gradients, the others where the one before ended.
 
         Pipelines that split backward keep the graph in the first half, and in the second one ask for single stretches.
         """
         if stretch == 0 and not call.began_with_same(gradients):
-            call.began_with = list(gradients) if keeps_graph() else []
+            call.began_with = list(gradients) if is_half else []
             call.found = {}
             self._begin(call, gradients)
         elif stretch != call.next_stretch and stretch not in call.found:
@@ -266,7 +267,7 @@ class _Call:
         self.running: Any = None
         self.next_stretch = 0
         self.handed_over: list[Any] = []
-        # The gradients with which a backward began that keeps the graph, and their results so far, by stretches.
+        # The gradients with which the first half of a backward began, and their results so far, by stretches.
         self.began_with: list[Any] = []
         self.found: dict[int, tuple[Any, ...]] = {}
 
@@ -371,7 +372,8 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.call.unit.backward_of(ctx.call, ctx.stretch, _listed(gradients, ctx.call))
+        is_half = ctx.stretch == 0 and keeps_graph() and not goes_everywhere(ctx)
+        return ctx.call.unit.backward_of(ctx.call, ctx.stretch, _listed(gradients, ctx.call), is_half=is_half)
 
 
 # As `_Link.apply`, which first looks among the arguments for leftovers of `torch.func`: 4 us for each link.
