@@ -26,6 +26,12 @@ MUTATIONS = (
         (("or self.is_unfilled or is_parameter", "or self.is_unfilled"),),
     ),
     Mutation(
+        "lists-of-gradients-die-early",
+        "gradients of several losses in a list are predicted to be gone while the next step makes the others",
+        "recording/next_step.py",
+        (("if at == end or (own <= its and own.total() > 1)", "if at == end"),),
+    ),
+    Mutation(
         "masks-of-fake-tensors",
         "on fake tensors a model of transformers makes a mask in each layer that it does without in eager mode",
         "recording/fake_model.py",

@@ -9,8 +9,8 @@ while it is recorded itself; its own profile then replaces this one.
 """
 
 import itertools
-from bisect import bisect_right
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -124,6 +124,22 @@ class Phases:
         self._begins = [position for position, _ in begins]
         self._end = len(recorded)
         self.first_backward = next((position for position, phase in begins if phase == events.BACKWARD), self._end)
+        self._kinds = [phase for _, phase in begins]
+
+    def ends_of_results(self, left: Iterable[Leftover]) -> Mapping[int, int]:
+        """Return by the end of each backward where what the last step left of it ends.
+
+        Gradients of several losses for the same parameters are taken to be in one list, which lives until all are made.
+        """
+        sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for nbytes, made_at in left:
+            end = self.next_after(made_at)
+            if self._kinds[bisect_left(self._begins, end) - 1] == events.BACKWARD:
+                sizes[end][nbytes] += 1
+        return {
+            end: max(at for at, its in sizes.items() if at == end or (own <= its and own.total() > 1))
+            for end, own in sizes.items()
+        }
 
     def next_after(self, position: int) -> int:
         """Return the position of the first phase that begins after a position; else the end."""

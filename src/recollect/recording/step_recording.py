@@ -313,11 +313,13 @@ class StepRecording:
 
         A gradient is freed by `zero_grad`, else before backward; if backward adds to it, it ends where this step's began. A
         model's output lives until it is replaced (`Returns`).
-        Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
+        Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made;
+        gradients of several losses in one list, until the last are made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
         returned = self.returns.replaced_at(left)
         made_at = {(-1, event[1]): at for at, event in enumerate(recorder.events) if event[0] == events.ALLOC}
+        ends = phases.ends_of_results(one for key, one in left.items() if key not in self._gradients)
 
         def replaced_at(key: Key) -> int:
             if key in self._gradients:
@@ -325,7 +327,8 @@ class StepRecording:
                 if isinstance(freed_at, tuple):
                     return made_at.get(freed_at, phases.first_backward)
                 return phases.next_after(freed_at or phases.first_backward - 1)
-            end = phases.next_after(left[key].made_at)
+            phase_end = phases.next_after(left[key].made_at)
+            end = ends.get(phase_end, phase_end)
             return min(end, returned.get(key, end))
 
         sizes = {key: one.nbytes for key, one in left.items()}

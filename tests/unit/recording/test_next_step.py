@@ -1,5 +1,6 @@
 """What a step leaves behind, and when the next step replaces it."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,25 @@ def test_a_loop_that_holds_two_outputs_and_a_gradient_of_its_input_is_predicted(
         assert plan.predicted_peak_bytes is not None
         # The gradient that backward makes of the input is not the model's.
         assert 0 <= plan.predicted_peak_bytes - measured <= 2048 + x.nbytes, kind
+
+
+def test_a_list_of_gradients_of_several_losses_lives_until_all_have_their_successors() -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 32)
+    weights = list(model.parameters())
+    held: dict[str, Any] = {}
+
+    def step() -> None:
+        held["lists"] = [torch.autograd.grad(model(x).square().mean(), weights) for _ in range(3)]
+
+    plan = recollect.classic_plan(recollect.record(model, step=step), "keep_all")
+    held.clear()
+    with recollect.apply(model, plan):
+        step()
+        start_bytes = storage_bytes([*weights, x, *itertools.chain.from_iterable(held["lists"])])
+        measured = measure_peak(step, device="cpu", baseline_bytes=start_bytes).peak_bytes
+    assert plan.predicted_peak_bytes is not None
+    assert 0 <= plan.predicted_peak_bytes - measured <= 2048
 
 
 @dataclass
