@@ -187,6 +187,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "names-of-a-first-step-kept",
+        "layers that prepare themselves in the first step give later values other names, and exceed the budget in silence",
+        "attaching/placement.py",
+        (("its.may_be_prepared and not chosen.number", "its.may_be_prepared and chosen.number"),),
+    ),
+    Mutation(
         "error-holds-model",
         "an error that is kept holds the model",
         "tracebacks.py",
@@ -213,7 +219,7 @@ MUTATIONS = (
         "departure-not-noticed",
         "a step that runs a unit more often than planned passes for a planned one",
         "attaching",
-        ((") or Departure(text, unnamed=unnamed)", ")"),),
+        ((") or Departure(text, **of_value)", ")"),),
     ),
     Mutation(
         "optimizer-replaced-unseen",

@@ -246,10 +246,10 @@ class Attached(Handle):
         stays = active in steps and not step.is_first
         return active if stays else next(iter(steps), None)
 
-    def _departs(self, text: str, unnamed: tuple[str, str] | None = None) -> None:
+    def _departs(self, text: str, **of_value: Any) -> None:
         """Note, in words, the first run of a unit that the plan does not foresee, or a value in one."""
-        self._now.departure = (self._now.departure if unnamed else None) or Departure(text, unnamed=unnamed)
-        if self._on_larger == "raise" and not unnamed:
+        self._now.departure = (self._now.departure if of_value else None) or Departure(text, **of_value)
+        if self._on_larger == "raise" and not of_value:
             raise LargerStepError(
                 f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
                 "on_larger='replan', or a first step that does as much as any."

@@ -58,11 +58,16 @@ class Departure:
     text: str
     """The departure, as in "ran layers.3 once more than planned"."""
     more_bytes: int | None = None
-    """Bytes beyond those expected by the allocator's count; None if the count did not show the departure."""
+    """Bytes beyond those expected by the allocator's count; 0 if values seem to have others' names; else None."""
     unnamed: tuple[str, str] | None = None
     """The value that no plan names, and before it its unit, which is foreseen."""
     is_understood: bool = False
     """A recorded step would not show more."""
+
+    @property
+    def is_of_names(self) -> bool:
+        """Whether values have names that the plan does not know, or means for others."""
+        return self.unnamed is not None or self.more_bytes == 0
 
     def excess(self, planned: PlannedStep, more_bytes: int | None, measured_bytes: int) -> str:
         """Return the message about the step; "" if it needed no more than the budget.

@@ -34,7 +34,6 @@ from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.paths import unit_words
-from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
@@ -154,12 +153,13 @@ class Watcher:
         end: told what it has returned.
         abandon: told of a call that raised, and of the end of the thread that records a step: PyTorch's modes and profiler
             must not outlive their thread.
-        departs: told of the first run of a unit in a step that no plan foresees; may raise. Or of an `unnamed` value in one.
+        departs: told of the first run of a unit in a step that no plan foresees; may raise. Or of a value in one.
 
     Attributes:
         rehearses: asked before a call whether it belongs to no step, though gradients are on.
         is_inside: a call with gradients is running.
         backwards: the last call's backwards.
+        may_be_prepared: no step has shown yet that layers did something in the first step that they do not do again.
     """
 
     def __init__(
@@ -178,6 +178,7 @@ class Watcher:
         self._returns: Returns | None = None
         self._thread_end: weakref.finalize[[], set[None]] | None = None
         self.is_inside = False
+        self.may_be_prepared = True
         _watchers[self] = True
 
     def forget(self) -> None:
@@ -280,18 +281,24 @@ class Placement:
 
     def put(self, chosen: PlannedStep | None) -> None:
         if chosen is None or chosen is not self.active:
-            self._replace(None if chosen is None else lambda: self._applied_plan(chosen.plan))
+            self._replace(None if chosen is None else lambda: self._applied_plan(chosen))
         self.active = chosen
 
-    def _applied_plan(self, plan: Plan) -> Applied:
+    def _applied_plan(self, chosen: PlannedStep) -> Applied:
         # Weakly, as a graph that is kept holds the tape.
         watcher = weakref.ref(self._watcher)
 
         def departs(path: str, value: str) -> None:
-            if (its := watcher()) is not None:
-                its.departs(f"computed {value!r} in {unit_words(path)}, which its plan does not name", (path, value))
+            if (its := watcher()) is None:
+                return
+            where = f"{value!r} in {unit_words(path)}"
+            if value not in chosen.plan.units[path].actions:
+                its.departs(f"computed {where}, which its plan does not name", unnamed=(path, value))
+            elif its.may_be_prepared and not chosen.number:
+                its.may_be_prepared = False
+                its.departs(f"did not compute {where}", more_bytes=0)
 
-        applied = apply_own(self.model, plan)
+        applied = apply_own(self.model, chosen.plan)
         tell_departures(applied, departs)
         return applied
 

@@ -169,7 +169,7 @@ class StepPlanner:
         """Report the memory of a step that departed from its plan, and plan the next steps."""
         if (active := step.planned) is None:
             return
-        courses, did_more = step.courses(), any(step.beyond())
+        courses, did_more = step.courses(), any(step.beyond()) or departure.is_of_names
         self.steps.note(step.calls, courses)
         more_bytes = self._more_bytes(step, departure, active)
         follows = self._after(step, departure, active, more_bytes)
@@ -184,7 +184,6 @@ class StepPlanner:
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=did_more, was_over=bool(said))
         elif follows is _Next.RECORDED:
-            did_more |= departure.unnamed is not None
             self.missed.note(step.calls, courses, did_more=did_more, unnamed=departure.unnamed)
 
     def _more_bytes(self, step: StepUnderWay, departure: Departure, active: PlannedStep) -> int | None:

@@ -76,11 +76,14 @@ class PlanPolicy:
         self._by_stem: dict[tuple[str, str], set[Action]] = {}
         # For the ops of each module of a unit, how many calls a run has that meets all values which are not kept.
         self._acting: dict[str, dict[str, Counter[str]]] = {}
+        # The last of those for an op some of whose values are kept: a run without it may give their names to others.
+        self._marks: dict[OpKey, str] = {}
         for path, unit in units.items():
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
                 if action is not Action.KEEP:
                     module_path, op_name, count = op_of(name)
+                    self._marks[path, module_path, op_name] = name
                     calls = self._acting.setdefault(path, {}).setdefault(module_path, Counter())
                     calls[op_name] = max(calls[op_name], count + 1)
         self._has_warned = False
@@ -108,13 +111,19 @@ class PlanPolicy:
         return module_path in self._acting.get(unit_path, ())
 
     def are_met(self, unit_path: str, counts: Mapping[OpKey, int]) -> bool:
-        """Whether a run of a unit with so many calls of its ops has met all values that the plan does not keep."""
+        """Whether a run of a unit with so many calls of its ops has met all values that the plan does not keep.
+
+        Otherwise its values may have the names of others; `departs` is told of one that is missing.
+        """
         modules = self._acting.get(unit_path, {})
-        return all(
-            counts.get((unit_path, module_path, op_name), 0) >= number
-            for module_path, calls in modules.items()
-            for op_name, number in calls.items()
-        )
+        keys = ((unit_path, module, op) for module, calls in modules.items() for op in calls)
+        missed = [key for key in keys if counts.get(key, 0) < modules[key[1]][key[2]]]
+        names = (self._marks[key] for key in missed)
+        if self.departs is not None and (
+            name := next((n for n in names if len(self._by_stem[unit_path, _without_count(n)]) > 1), None)
+        ):
+            self.departs(unit_path, name)
+        return not missed
 
     def output_action(self, unit_path: str) -> Action:
         unit = self._units.get(unit_path)

@@ -371,6 +371,32 @@ def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_rec
     assert all(map(has_same_bits, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore::recollect.errors.ConfigWarning")
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_layers_that_prepare_themselves_in_the_first_step_are_recorded_again_without_it(
+    model: Blocks, engine: Any
+) -> None:
+    """As codebooks do, by ops with gradients: later values have the names of those that only the first step computes."""
+    is_prepared = False
+
+    def act(_: object, x: Tensor) -> Tensor:
+        if not is_prepared:
+            x[:4].tanh().sum()
+        return x.tanh().sin().tanh()
+
+    for block in model.blocks:
+        block[1] = Computes(act)
+    with attached_loop("55%", model, SGD, engine=engine) as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(5):
+            step(model, optimizer, rows=512)
+            is_prepared = True
+        with peak_on_cpu() as found:
+            step(model, optimizer, rows=512)
+    assert attached.budget_bytes is not None
+    assert attached.recorded_steps == [0, 2] and found[0] <= attached.budget_bytes
+
+
 def _scaled_by_a_number(x: Tensor) -> Tensor:
     return x / x.detach().abs().max().item()
 
