@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "copies-hold-themselves",
+        "deep copies of a model with a plan live until a garbage collection: a loop that makes them runs out of memory",
+        "engine/placed_forward.py",
+        (("        if isinstance(owner, nn.Module):\n", "        if owner == 0:\n"),),
+    ),
+    Mutation(
         "statistics-made-again",
         "statistics that a batch norm updates are made again, without its update",
         "engine",

@@ -5,7 +5,9 @@ What apply leaves alone in a model, and how it composes with hooks, threads and 
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +125,22 @@ def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.M
         recollect.apply(twin, plan)
         assert recollect.applied_to(model) == [applied]
         assert ops(twin, ROWS) == ops(model, ROWS) != plain
+
+
+def test_deep_copy_of_a_model_with_a_plan_dies_with_its_last_name() -> None:
+    """And not at a garbage collection, before which a loop that makes copies may run out of memory."""
+    model = stack()
+    vars(model.blocks[0])["forward"] = functools.partial(_twice, model.blocks[0].forward)
+    with recollect.apply(model, block_plan("gelu")):
+        twin = copy.deepcopy(model)
+    assert [name for name, module in twin.named_modules() if "forward" in vars(module)] == ["blocks.0"]
+    block = weakref.ref(twin.blocks[1])
+    gc.disable()
+    try:
+        del twin
+        assert block() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))], ids=["deepcopy", "pickle"])

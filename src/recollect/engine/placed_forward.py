@@ -5,8 +5,10 @@ The micro-batches of a pipeline's stage may have separate plans: one after the o
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -88,6 +90,21 @@ class PlacedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.getitem, ((self.forward,), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of what it stands for; if that is of the class, the module's copy loses it again with the memo.
+
+        Else that copy would hold itself, and live until a garbage collection.
+        """
+        copied = copy.deepcopy(self.forward, memo)
+        owner = None if self.had_own_forward else getattr(copied, "__self__", None)
+        if isinstance(owner, nn.Module):
+            end = set[None]()
+            memo[id(end)] = end
+            # All of it C: code in a callback would lose an interrupt of the program.
+            callback = weakref.ref(end, functools.partial(vars(owner).pop, "forward"))
+            memo[id(callback)] = callback
+        return copied
 
     def put(self) -> None:
         self.is_on = True

@@ -1,5 +1,6 @@
 """What a step leaves behind, and when the next step replaces it."""
 
+import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,28 @@ def test_a_list_of_gradients_of_several_losses_lives_until_all_have_their_succes
     with recollect.apply(model, plan):
         step()
         start_bytes = storage_bytes([*weights, x, *itertools.chain.from_iterable(held["lists"])])
+        measured = measure_peak(step, device="cpu", baseline_bytes=start_bytes).peak_bytes
+    assert plan.predicted_peak_bytes is not None
+    assert 0 <= plan.predicted_peak_bytes - measured <= 2048
+
+
+def test_a_step_that_trains_a_copy_of_the_model_is_predicted() -> None:
+    """The copy has the recording's hooks, but not what these hold: that would be copied without end."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 32)
+
+    def step() -> None:
+        model.zero_grad()
+        twin = copy.deepcopy(model)
+        twin(x).square().mean().backward()
+        model(x).square().mean().backward()
+
+    plan = recollect.classic_plan(recollect.record(model, step=step), "keep_all")
+    with recollect.apply(model, plan):
+        step()
+        start_bytes = storage_bytes(
+            [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), x]
+        )
         measured = measure_peak(step, device="cpu", baseline_bytes=start_bytes).peak_bytes
     assert plan.predicted_peak_bytes is not None
     assert 0 <= plan.predicted_peak_bytes - measured <= 2048
