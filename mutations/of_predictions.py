@@ -29,7 +29,7 @@ MUTATIONS = (
         "lists-of-gradients-die-early",
         "gradients of several losses in a list are predicted to be gone while the next step makes the others",
         "recording/next_step.py",
-        (("if at == end or (own <= its and own.total() > 1)", "if at == end"),),
+        (("if at == end or (own.total() > 1 and own <= its)", "if at == end"),),
     ),
     Mutation(
         "masks-of-fake-tensors",

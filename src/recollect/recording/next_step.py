@@ -139,7 +139,7 @@ class Phases:
             if self._kinds[bisect_left(self._begins, end) - 1] == events.BACKWARD:
                 sizes[end][nbytes] += 1
         return {
-            end: max(at for at, its in sizes.items() if at == end or (own <= its and own.total() > 1))
+            end: max(at for at, its in sizes.items() if at == end or (own.total() > 1 and own <= its))
             for end, own in sizes.items()
         }
 
