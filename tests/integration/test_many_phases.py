@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
-from blocks import Stack
+from blocks import Stack, mean_square
 from predictions import MOST_OVER_BYTES
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
@@ -18,7 +19,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
-from recorded_steps import Phases, measured_bytes, random_plan, recorded
+from recorded_steps import measured_bytes, random_plan, recorded
 
 
 class Two(nn.Module):
@@ -30,86 +31,59 @@ class Two(nn.Module):
         self.other = Stack(width=16, depth=2)
 
 
-def loss_of(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def pair(model: Two, batch: Tensor, phases: Phases) -> None:
-    phases.forward()
-    loss = loss_of(model.one(batch)) + loss_of(model.one(2 * batch))
-    phases.backward()
+def pair(model: Two, batch: Tensor) -> None:
+    loss = mean_square(model.one(batch)) + mean_square(model.one(2 * batch))
     loss.backward()
 
 
-def two_losses(model: Two, batch: Tensor, phases: Phases) -> None:
+def two_losses(model: Two, batch: Tensor) -> None:
     """The first forward's backward runs while the second forward waits for its own."""
-    phases.forward()
-    first, second = loss_of(model.one(batch)), loss_of(model.one(2 * batch))
-    phases.backward()
+    first, second = mean_square(model.one(batch)), mean_square(model.one(2 * batch))
     first.backward()
-    phases.backward()
     second.backward()
 
 
-def micro_steps(model: Two, batch: Tensor, phases: Phases) -> None:
+def micro_steps(model: Two, batch: Tensor) -> None:
     for size in (20, 40, 30):
-        phases.forward()
-        loss = loss_of(model.one(batch[:size]))
-        phases.backward()
+        loss = mean_square(model.one(batch[:size]))
         loss.backward()
 
 
-def towers(model: Two, batch: Tensor, phases: Phases) -> None:
-    phases.forward()
-    loss = loss_of(model.one(batch) - model.other(batch)) + loss_of(model.other(batch[:8]))
-    phases.backward()
+def towers(model: Two, batch: Tensor) -> None:
+    loss = mean_square(model.one(batch) - model.other(batch)) + mean_square(model.other(batch[:8]))
     loss.backward()
 
 
 def update(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(0.0 * parameter.grad)
-            parameter.grad = None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def adversaries(model: Two, batch: Tensor, phases: Phases) -> None:
+def adversaries(model: Two, batch: Tensor) -> None:
     """As a GAN: one model's step on the other's detached output, then the other's through the first."""
-    phases.forward()
     fake = model.one.blocks[0](batch)
-    loss = loss_of(model.other(batch)) - loss_of(model.other(fake.detach()))
-    phases.backward()
+    loss = mean_square(model.other(batch)) - mean_square(model.other(fake.detach()))
     loss.backward()
-    phases.optimizer()
     update(model.other)
-    phases.forward()
-    loss = loss_of(model.other(fake))
-    phases.backward()
+    loss = mean_square(model.other(fake))
     loss.backward()
-    phases.optimizer()
     update(model)
 
 
-def gradient_penalty(model: Two, batch: Tensor, phases: Phases) -> None:
+def gradient_penalty(model: Two, batch: Tensor) -> None:
     inputs = batch.clone().requires_grad_()
-    phases.forward()
     output = model.one(inputs)
-    phases.backward()
     (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-    phases.forward()
-    loss = loss_of(output) + loss_of(gradient)
+    loss = mean_square(output) + mean_square(gradient)
     del output, gradient
-    phases.backward()
     loss.backward()
 
 
-def with_a_teacher(model: Two, batch: Tensor, phases: Phases) -> None:
-    phases.forward()
+def with_a_teacher(model: Two, batch: Tensor) -> None:
     with torch.no_grad():
         target = model.other(batch)
-    loss = loss_of(model.one(batch) - target)
-    phases.backward()
+    loss = mean_square(model.one(batch) - target)
     loss.backward()
 
 
@@ -129,9 +103,7 @@ def step(request: pytest.FixtureRequest) -> Recorded:
     layers = ["one.stem", *[f"one.{p}" for p in model.one.layers], "one.head"]
     layers += ["other.stem", *[f"other.{p}" for p in model.other.layers], "other.head"]
 
-    def once(phases: Phases) -> None:
-        request.param(model, batch, phases)
-
+    once = partial(request.param, model, batch)
     profile = recorded(model, once, [batch], units=layers)
     return Recorded(profile, lambda plan: measured_bytes(profile, model, once, plan))
 

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import recollect
 from recollect.applying import apply_policy
@@ -26,8 +28,8 @@ from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.unit_samples import UnitSamples
 
-Step = Callable[["Phases"], object]
-"""A training step; it says which phase begins, and keeps nothing."""
+Step = Callable[[], object]
+"""A training step, which keeps nothing."""
 
 # PyTorch makes some scalars out of sight.
 UNSEEN_BYTES = 1024
@@ -51,22 +53,6 @@ class ModelledTimes(MeasuredCosts):
         return self._modelled_s[run.key] if run is not None else 0.0
 
 
-class Phases:
-    """Notes the phases of a step."""
-
-    def __init__(self, begin: Callable[[int], object] = lambda phase: None) -> None:
-        self._begin = begin
-
-    def forward(self) -> None:
-        self._begin(events.FORWARD)
-
-    def backward(self) -> None:
-        self._begin(events.BACKWARD)
-
-    def optimizer(self) -> None:
-        self._begin(events.OPTIMIZER)
-
-
 def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: Iterable[str] | None = None) -> Profile:
     """The profile of a step with modelled times; the model has no gradients before it."""
     model.zero_grad(set_to_none=True)
@@ -77,12 +63,13 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
     recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
     tape = RecordingTape(DropAll(), recorder, UnitSamples(model, torch.device("cpu"), takes_any=False))
-    with apply_policy(model, [unit.path for unit in found], tape):
-        try:
-            with costs.recording(), StepMode(recorder):
-                step(Phases(recorder.begin_phase))
-        finally:
-            recorder.close()
+    with ExitStack() as stack:
+        stack.callback(recorder.close)
+        stack.enter_context(apply_policy(model, [unit.path for unit in found], tape))
+        stack.callback(register_optimizer_step_pre_hook(lambda *_: recorder.begin_phase(events.OPTIMIZER)).remove)
+        recorder.begin_phase(events.FORWARD)
+        with costs.recording(), StepMode(recorder):
+            step()
     model.zero_grad(set_to_none=True)
     layers = {unit.path for unit in found if unit.is_layer}
     return assemble(recorder, costs, layers, persistent=persistent, calibration_bytes=UNSEEN_BYTES, device="cpu")
@@ -92,7 +79,7 @@ def measured_bytes(profile: Profile, model: nn.Module, step: Step, plan: Plan | 
     """The measured peak of the step under a plan, with all that is there before it."""
     model.zero_grad(set_to_none=True)
     with recollect.apply(model, plan or Plan({})):
-        found = measure_peak(lambda: step(Phases()), device="cpu")
+        found = measure_peak(step, device="cpu")
     model.zero_grad(set_to_none=True)
     return profile.persistent_bytes + found.peak_growth_bytes
 

@@ -1,7 +1,5 @@
 """Units that run several times in a step: planned as well as those that run once."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
-from recorded_steps import Phases, recorded
+from recorded_steps import Step, recorded
 
 WIDTH = 32
 PARTS = (0.7, 0.5, 0.4)
@@ -38,28 +36,24 @@ class Loop(nn.Module):
         return loss
 
 
-def profile_of(model: nn.Module, step: Callable[[Phases], object], batch: Tensor) -> Profile:
+def profile_of(model: nn.Module, step: Step, batch: Tensor) -> Profile:
     return recorded(model, step, [batch])
 
 
-def once(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
+def once(model: nn.Module, *batches: Tensor) -> Step:
 
-    def step(phases: Phases) -> None:
-        phases.forward()
+    def step() -> None:
         loss = torch.stack([model(batch) for batch in batches]).sum()
-        phases.backward()
         loss.backward()
 
     return step
 
 
-def one_by_one(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
+def one_by_one(model: nn.Module, *batches: Tensor) -> Step:
 
-    def step(phases: Phases) -> None:
+    def step() -> None:
         for batch in batches:
-            phases.forward()
             loss = model(batch)
-            phases.backward()
             loss.backward()
 
     return step

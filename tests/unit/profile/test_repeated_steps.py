@@ -1,6 +1,7 @@
 """Runs of equal micro-steps, stored once: every plan has the peak and the time that it has for the whole step."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
-from recorded_steps import Phases, measured_bytes, random_plan, recorded
+from recorded_steps import measured_bytes, random_plan, recorded
 
 NUM_MICRO_STEPS = 7
 
@@ -21,62 +22,55 @@ Whole = tuple[Profile, Callable[[Plan | None], int], int]
 """A step, what measures its peak under a plan, and how many micro-steps of it are to be stored."""
 
 
-def forward_backward(model: Stack, batch: Tensor, phases: Phases) -> Tensor:
-    phases.forward()
+def forward_backward(model: Stack, batch: Tensor) -> Tensor:
     output = model(batch)
     loss = output.square().mean()
-    phases.backward()
     loss.backward()
     return output
 
 
-def plainly(model: Stack, batch: Tensor, phases: Phases) -> None:
+def plainly(model: Stack, batch: Tensor) -> None:
     for _ in range(NUM_MICRO_STEPS):
-        forward_backward(model, batch, phases)
+        forward_backward(model, batch)
 
 
-def holding_the_output(model: Stack, batch: Tensor, phases: Phases) -> None:
+def holding_the_output(model: Stack, batch: Tensor) -> None:
     output = None
     for _ in range(NUM_MICRO_STEPS):
-        output = forward_backward(model, batch, phases)
+        output = forward_backward(model, batch)
     del output
 
 
-def listing_losses(model: Stack, batch: Tensor, phases: Phases) -> None:
+def listing_losses(model: Stack, batch: Tensor) -> None:
     losses = []
     for _ in range(NUM_MICRO_STEPS):
-        losses.append(forward_backward(model, batch, phases).square().mean().detach())
+        losses.append(forward_backward(model, batch).square().mean().detach())
 
 
-def adding_losses(model: Stack, batch: Tensor, phases: Phases) -> None:
+def adding_losses(model: Stack, batch: Tensor) -> None:
     total = torch.zeros(())
     for _ in range(NUM_MICRO_STEPS):
-        phases.forward()
         loss = model(batch).square().mean()
-        phases.backward()
         loss.backward()
         total = total + loss.detach()
 
 
-def in_pairs(model: Stack, batch: Tensor, phases: Phases) -> None:
+def in_pairs(model: Stack, batch: Tensor) -> None:
     for _ in range(NUM_MICRO_STEPS):
-        forward_backward(model, batch, phases)
-        forward_backward(model, batch[:3], phases)
+        forward_backward(model, batch)
+        forward_backward(model, batch[:3])
 
 
-def before_the_optimizer(model: Stack, batch: Tensor, phases: Phases) -> None:
-    plainly(model, batch, phases)
-    phases.optimizer()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(0.1 * parameter.grad)
+def before_the_optimizer(model: Stack, batch: Tensor) -> None:
+    plainly(model, batch)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 LOOPS = {
     "plain": (plainly, 2),
     "output held": (holding_the_output, 3),
     "losses in a list": (listing_losses, 2),
-    "losses added": (adding_losses, 2),
+    "losses added": (adding_losses, 3),
     "pairs": (in_pairs, 4),
     "optimizer": (before_the_optimizer, 2),
 }
@@ -87,12 +81,9 @@ def whole(request: pytest.FixtureRequest) -> Whole:
     loop, num_stored = LOOPS[request.param]
     torch.manual_seed(0)
     model, batch = Stack(width=16, depth=3), torch.randn(20, 16)
-    profile = recorded(model, lambda phases: loop(model, batch, phases), [batch])
-
-    def measure(plan: Plan | None) -> int:
-        return measured_bytes(profile, model, lambda phases: loop(model, batch, phases), plan)
-
-    return profile, measure, num_stored
+    step = partial(loop, model, batch)
+    profile = recorded(model, step, [batch])
+    return profile, partial(measured_bytes, profile, model, step), num_stored
 
 
 def played(profile: Profile, plan: Plan) -> Simulation:
@@ -126,7 +117,7 @@ def test_every_plan_costs_the_same(whole: Whole) -> None:
 def test_planning_agrees_with_the_whole_step() -> None:
     torch.manual_seed(0)
     model, batch = Stack(width=16, depth=3), torch.randn(20, 16)
-    profile = recorded(model, lambda phases: plainly(model, batch, phases), [batch])
+    profile = recorded(model, partial(plainly, model, batch), [batch])
     budget = round(0.85 * Planner(profile).plain_peak_bytes)
     one, other = Planner(profile).plan(budget), Planner(fold(profile)).plan(budget)
     assert other.predicted_slowdown == pytest.approx(one.predicted_slowdown)
@@ -136,9 +127,9 @@ def test_planning_agrees_with_the_whole_step() -> None:
 def test_different_shapes_are_not_folded() -> None:
     model, batch = Stack(width=16, depth=2), torch.randn(20, 16)
 
-    def step(phases: Phases) -> None:
+    def step() -> None:
         for size in (5, 9, 13, 17):
-            forward_backward(model, batch[:size], phases)
+            forward_backward(model, batch[:size])
 
     profile = recorded(model, step, [batch])
     assert fold(profile) is profile
@@ -147,10 +138,8 @@ def test_different_shapes_are_not_folded() -> None:
 def test_a_step_with_one_backward_is_not_folded() -> None:
     model, batch = Stack(width=16, depth=2), torch.randn(20, 16)
 
-    def step(phases: Phases) -> None:
-        phases.forward()
+    def step() -> None:
         loss = sum(model(batch).square().mean() for _ in range(4))
-        phases.backward()
         loss.backward()
 
     profile = recorded(model, step, [batch])
