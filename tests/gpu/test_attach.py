@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import recollect
+from budgets import budgets
 from device_models import decoder
 from device_steps import RecordProperty
 from gradients import assert_same_gradients
-from predictions import budgets
 from recollect.errors import BudgetWarning
 from recollect.planning.choose import Planner
 from training_peaks import peaks

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from budgets import budgets
 from compiled_blocks import compiled_without_plan
 from device_models import decoder
 from device_steps import RecordProperty
-from predictions import budgets
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from budgets import budgets
 from function_cases import KEPT, RUN_AGAIN, Forward, Grouped, counts, forwards, grouped
 from function_units import UNITS, TwoUnits, two_units
 from gradients import assert_same_gradients, gradients
 from policies import EVERY_PLAN, FULL, KEEP_ALL, NOTHING_KEPT
 from predictions import LEAN_LOOP
 from recollect.applying import apply_policy
-from recollect.errors import BudgetTooSmallError, MutatedValueError, RecomputeMismatchError
+from recollect.errors import MutatedValueError, RecomputeMismatchError
 from recollect.measuring.meter import measure_peak
+from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
 
 CPU = torch.device("cpu")
@@ -73,20 +75,14 @@ def peak_bytes(model: nn.Module, data: Tensor, profile: Profile) -> int:
     return profile.persistent_bytes + step.peak_growth_bytes
 
 
-def least_bytes(profile: Profile) -> int:
-    with pytest.raises(BudgetTooSmallError) as refused:
-        recollect.plan(profile, 1)
-    return refused.value.least_peak_bytes
-
-
 @pytest.mark.parametrize("name", [*FUNCTIONS, "counts"])
 def test_peak_is_predicted(name: str) -> None:
     model, _ = built({**FUNCTIONS, "counts": counts}[name])
     data = torch.randn(64, 8, 32)
     profile = profile_of(model, data)
     expected = gradients(model, data)
-    least, most = least_bytes(profile), recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
-    plans = {f"{part:.0%}": recollect.plan(profile, round(least + part * (most - least))) for part in (0, 0.3, 0.7, 1)}
+    planner = Planner(profile)
+    plans = {str(budget): planner.plan(budget) for budget in budgets(planner, (0, 0.3, 0.7, 1))}
     plans |= {how: recollect.classic_plan(profile, how) for how in ("full", "keep_all")}
     for how, plan in plans.items():
         with recollect.apply(model, plan):

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import recollect
+from budgets import budgets
 from gradients import call as call_model
 from gradients import loss_of
-from predictions import CASES, LEAN_LOOP, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
+from predictions import CASES, LEAN_LOOP, MAIN_CASES, MOST_OVER_BYTES, larger
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile

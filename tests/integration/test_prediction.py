@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import recollect
+from budgets import budgets
 from gradients import Step, assert_same_gradients, call, gradients, loss_of
 from predictions import (
     CASES,
@@ -20,7 +21,6 @@ from predictions import (
     MAIN_CASES,
     MOST_OVER_BYTES,
     REFERENCE,
-    budgets,
     larger,
     loss_of_output,
 )

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import mean_square
-from predictions import LEAN_LOOP, budgets
+from budgets import budgets
+from predictions import LEAN_LOOP
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan

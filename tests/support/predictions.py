@@ -2,17 +2,14 @@
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
 import recollect
-from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
@@ -76,12 +73,3 @@ def classic_peaks(profile: Profile) -> list[int]:
     plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full", "sqrt")]  # type: ignore[arg-type]
     simulations = [simulate(profile, decide(profile, plan)) for plan in plans]
     return [max(one.forward_peak_bytes, one.backward_peak_bytes) for one in simulations]
-
-
-def budgets(planner: Planner, fractions: tuple[float, ...]) -> list[int]:
-    """Budgets from the least peak to that of keeping everything."""
-    most = recollect.classic_plan(planner.profile, "keep_all").predicted_peak_bytes or 0
-    with pytest.raises(BudgetTooSmallError) as refused:
-        planner.plan(1)
-    least = refused.value.least_peak_bytes
-    return [round(least + fraction * (most - least)) for fraction in fractions]

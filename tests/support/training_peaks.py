@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import recollect
+from budgets import budgets
 from device_models import decoder
-from predictions import budgets
 from recollect.lab.bench.race import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
