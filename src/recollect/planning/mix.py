@@ -15,7 +15,6 @@ there are windows that are full. These units then take one option, and others fa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,10 +24,6 @@ from scipy.optimize import linprog
 
 # Relative error of byte sums in floating point.
 _ROUNDING = 1e-12
-# A choice this close to the program's best point, as a part of its seconds, is good enough.
-_SMALL_GAP = 0.003
-# An option is chosen if the others of its unit have no more than this share together.
-_SURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +102,11 @@ class Mix:
         Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes
             over both.
         """
-        free = np.arange(len(self._unit_of))
-        point = self._point(free, self._budget * np.ones(len(self._loads)))
+        point = self._point()
         if point is None:
             return None
         found = [self._improved(start, point.prices) for start in self._starts(point.shares)]
         best = min((one for one in found if one is not None), key=self._seconds_of, default=None)
-        least_s = float(self._seconds @ point.shares)
-        if best is None or self._seconds_of(best) - least_s > _SMALL_GAP * abs(least_s):
-            dived = self._dived(point, best)
-            if dived is not None and (best is None or self._seconds_of(dived) < self._seconds_of(best)):
-                best = dived
         return None if best is None else (best - self._first).tolist()
 
     def faster(self, start: Sequence[int]) -> Iterator[list[int]]:
@@ -138,50 +127,20 @@ class Mix:
         fitting = self._repaired(start)
         return None if fitting is None else self._exchanged(self._filled(fitting, prices), prices)
 
-    def _point(self, some: NDArray[np.int64], room: NDArray[np.float64]) -> _Point | None:
-        """Return the program's best point over some options, given the bytes left per window; None if none fits."""
-        units, unit_of = np.unique(self._unit_of[some], return_inverse=True)
+    def _point(self) -> _Point | None:
+        """Return the program's best point; None if none fits."""
         scale_s = float(np.abs(self._seconds).max(initial=0.0)) or 1.0
-        equal = np.zeros((len(units), len(some)))
-        equal[unit_of, np.arange(len(some))] = 1.0
         result = linprog(
-            self._seconds[some] / scale_s,
-            A_ub=self._loads[:, some] / self._budget,
-            b_ub=room / self._budget,
-            A_eq=equal,
-            b_eq=np.ones(len(units)),
+            self._seconds / scale_s,
+            A_ub=self._loads / self._budget,
+            b_ub=np.ones(len(self._loads)),
+            A_eq=(np.arange(len(self._first))[:, None] == self._unit_of).astype(float),
+            b_eq=np.ones(len(self._first)),
             method="highs",
         )
         if result.status != 0:
             return None
-        shares = np.zeros(len(self._unit_of))
-        shares[some] = result.x
-        return _Point(shares, np.maximum(-result.ineqlin.marginals, 0.0) * (scale_s / self._budget))
-
-    def _dived(self, point: _Point, best: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Return a choice made unit by unit, each time with the best point for the others."""
-        prices, shares = point.prices, point.shares
-        costs_s = self._seconds + prices @ self._loads
-        slower_s = costs_s - np.minimum.reduceat(costs_s, self._first)[self._unit_of]
-        # At the best point's prices, the choice is slower by as much as its options.
-        gap_s = math.inf if best is None else self._seconds_of(best) - float(self._seconds @ shares)
-        some = np.flatnonzero((slower_s <= gap_s) | (shares > 0))
-        chosen = np.full(len(self._first), -1)
-        while (chosen < 0).any():
-            open_shares = np.where(chosen[self._unit_of] < 0, shares, -1.0)
-            sure = np.flatnonzero(open_shares > 1 - _SURE)
-            taken = sure if len(sure) else np.array([open_shares.argmax()])
-            chosen[self._unit_of[taken]] = taken
-            free = some[chosen[self._unit_of[some]] < 0]
-            room = self._budget - self._loads[:, chosen[chosen >= 0]].sum(axis=1)
-            found = self._point(free, room) if len(free) else None
-            if found is None:
-                # The rest cannot make up for the last choice, or nothing is left.
-                rest = self._starts(shares)[1]
-                chosen = np.where(chosen < 0, rest, chosen)
-            else:
-                shares = found.shares
-        return self._improved(chosen, prices)
+        return _Point(result.x, np.maximum(-result.ineqlin.marginals, 0.0) * (scale_s / self._budget))
 
     def _starts(self, shares: NDArray[np.float64]) -> list[NDArray[np.int64]]:
         """Return the option with the largest share of each unit, and the slowest one with a share."""
