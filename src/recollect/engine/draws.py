@@ -13,7 +13,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,11 +99,6 @@ class Draw:
         """Leave the generator as the first run left it; call after a second run, for code that draws from it next."""
         after = self.after if self.after is not None else vars(_own)["generators"][self.generator.device].get_state()
         self.generator.set_state(after)
-
-
-def random_turn() -> AbstractContextManager[Any]:
-    """Keep other threads from running random ops through this file; the default generators may be changed meanwhile."""
-    return _TURN
 
 
 def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
@@ -292,7 +287,7 @@ class FunctionDraws:
             with mode:
                 yield
             return
-        with random_turn():
+        with _TURN:
             present = [(generator, generator.get_state()) for generator, _ in self._unseen]
             for generator, state in self._unseen:
                 generator.set_state(state)

@@ -82,7 +82,8 @@ def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
 
 def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
     """Return the unit with estimated times for running its ops again in compiled code, and without a tape."""
-    light = [(op.time_s, moved) for op in graph.ops if not _is_heavy(op) and (moved := _moved_bytes(graph, op))]
+    moved = [(op, _bytes(graph, (*op.inputs, *op.outputs))) for op in graph.ops if not _is_heavy(op)]
+    light = [(op.time_s, nbytes) for op, nbytes in moved if nbytes]
     s_per_byte = min((time_s / nbytes for time_s, nbytes in light), default=0.0)
 
     def time_s(op: OpRecord) -> float:
@@ -187,10 +188,6 @@ def _is_foreign(op: OpRecord) -> bool:
 def _op_name(op: OpRecord) -> str:
     """Return an op's name without its module and count: "mm" of "mlp.up_proj.mm#1"."""
     return op.name.removeprefix(f"{module_of(op.name)}.").partition("#")[0]
-
-
-def _moved_bytes(graph: UnitGraph, op: OpRecord) -> int:
-    return _bytes(graph, (*op.inputs, *op.outputs))
 
 
 def _bytes(graph: UnitGraph, values: Iterable[int]) -> int:

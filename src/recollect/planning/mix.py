@@ -106,7 +106,9 @@ class Mix:
         if point is None:
             return None
         found = [self._improved(start, point.prices) for start in self._starts(point.shares)]
-        best = min((one for one in found if one is not None), key=self._seconds_of, default=None)
+        best = min(
+            (one for one in found if one is not None), key=lambda one: float(self._seconds[one].sum()), default=None
+        )
         return None if best is None else (best - self._first).tolist()
 
     def faster(self, start: Sequence[int]) -> Iterator[list[int]]:
@@ -119,9 +121,6 @@ class Mix:
             switched = list(start)
             switched[self._unit_of[option]] = int(option - self._first[self._unit_of[option]])
             yield switched
-
-    def _seconds_of(self, chosen: NDArray[np.int64]) -> float:
-        return float(self._seconds[chosen].sum())
 
     def _improved(self, start: NDArray[np.int64], prices: NDArray[np.float64]) -> NDArray[np.int64] | None:
         fitting = self._repaired(start)

@@ -207,7 +207,7 @@ class StepRecording:
         self.late_gradients_bytes = sum(left[one].nbytes for one, at in met.items() if isinstance(at, int))
         self._note_staying_outputs()
         forget_last_step()
-        self.left_bytes = sum(one.nbytes for one in left.values()) + self._sample_bytes
+        self.left_bytes = sum(one.nbytes for one in left.values()) + sum(s.held_bytes for s in self._samples.samples)
         # Fake tensors take no memory.
         self._other_bytes = self._unrelated.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
@@ -241,10 +241,6 @@ class StepRecording:
     def peak_bytes(self) -> int:
         """The peak of the recorded step itself, with everything this process had in memory, as measured."""
         return 0 if isinstance(self.costs, ModelledCosts) else self.costs.step_bytes
-
-    @property
-    def _sample_bytes(self) -> int:
-        return sum(sample.held_bytes for sample in self._samples.samples)
 
     def profile(
         self,
