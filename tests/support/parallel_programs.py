@@ -194,7 +194,7 @@ def plain_loss(words: int, options: dict[str, Any]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
-def farthest_loss(words: int, options: dict[str, Any], *, hidden_layout: Any, as_parts: bool) -> float:
+def farthest_loss(words: int, options: dict[str, Any], hidden_layout: Any) -> float:
     """How far the chunked loss of all ranks is from the plain one, and its gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     *leaves, labels = head_case(words)
@@ -202,18 +202,11 @@ def farthest_loss(words: int, options: dict[str, Any], *, hidden_layout: Any, as
         distribute_tensor(leaf, mesh, [layout])
         for leaf, layout in zip(leaves, (hidden_layout, Shard(0), Shard(0)), strict=True)
     )
-    if as_parts:
-        hidden, weight, bias = (tensor.to_local() for tensor in (hidden, weight, bias))
     leaves = [leaf.detach().requires_grad_() for leaf in (hidden, weight, bias)]
     loss = recollect.chunked_cross_entropy(
         leaves[0], leaves[1], labels, num_chunks=3, bias=leaves[2], group=mesh.get_group(), **options
     )
     got = torch.autograd.grad(loss, leaves)
-    if as_parts:
-        got = tuple(
-            DTensor.from_local(one, mesh, [layout])
-            for one, layout in zip(got, (Replicate(), Shard(0), Shard(0)), strict=True)
-        )
     found = [loss.detach(), *(one.full_tensor() for one in got)]
     return max(
         float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, plain_loss(words, options), strict=True)
@@ -222,12 +215,10 @@ def farthest_loss(words: int, options: dict[str, Any], *, hidden_layout: Any, as
 
 def loss_exactness() -> Iterator[tuple[str, Any]]:
     for name, options in OPTIONS.items():
-        yield f"farthest {name}, parts", farthest_loss(WORDS, options, hidden_layout=Replicate(), as_parts=True)
         for layout in (Replicate(), Shard(1)):
-            found = farthest_loss(WORDS, options, hidden_layout=layout, as_parts=False)
-            yield f"farthest {name}, {layout}", found
+            yield f"farthest {name}, {layout}", farthest_loss(WORDS, options, layout)
     # The last rank has a word less.
-    yield "farthest uneven", farthest_loss(WORDS - 1, OPTIONS["smoothed"], hidden_layout=Shard(1), as_parts=False)
+    yield "farthest uneven", farthest_loss(WORDS - 1, OPTIONS["smoothed"], Shard(1))
 
 
 def loss_peaks() -> Iterator[tuple[str, Any]]:

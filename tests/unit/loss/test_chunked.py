@@ -91,7 +91,9 @@ def test_no_further_from_float64_than_the_plain_loss(
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 @pytest.mark.parametrize(
-    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=["mean", "sum", "smoothed"]
+    "options",
+    [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"transform": softcap}],
+    ids=["mean", "sum", "smoothed", "softcapped"],
 )
 def test_parts_of_the_vocabulary_have_the_loss_and_the_gradients_of_the_whole(options: dict[str, Any]) -> None:
     """Two ranks have a part each, of the same size."""
