@@ -28,6 +28,12 @@ class Computes(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def adds_in_place(width: int) -> Computes:
+    """A residual stream that is added to in place. [n, d] -> [n, d]."""
+    linear = nn.Linear(width, width)
+    return Computes(lambda self, hidden: hidden.add_(self.linear((hidden * 2).sin()).cos()), linear=linear)
+
+
 class Block(nn.Module):
     """Residual feed-forward block with dropout. [n, d] -> [n, d]."""
 

@@ -41,7 +41,7 @@ def random_offload_plan(profile: Profile, seed: int, *, drops_outputs: bool = Tr
         path: "recompute" if drops_outputs and path in chained and rng.random() < 0.3 else "keep" for path in graphs
     }
     trips = {
-        path: {name: _random_trip(rng) for name, action in named.items() if action == "offload"}
+        path: {name: random_trip(rng) for name, action in named.items() if action == "offload"}
         for path, named in actions.items()
     }
     for ahead in range(len(profile.calls) + 1):
@@ -60,7 +60,7 @@ def random_offload_plan(profile: Profile, seed: int, *, drops_outputs: bool = Tr
     raise AssertionError(f"seed {seed}: values are asked for more than all units before they are due")
 
 
-def _random_trip(rng: random.Random) -> Trip:
+def random_trip(rng: random.Random) -> Trip:
     returns = rng.randint(0, 2)
     if rng.random() < 0.2:
         return Trip(returns + rng.randint(1, 2), returns, leaves_in_backward=True)

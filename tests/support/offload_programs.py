@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blocks import Stack
 from gradients import Step, assert_same_gradients, gradients
+from offload_plans import random_trip
 from programs import FAMILIES, ROWS, WIDTH, Chain, Instruction, Program, Recipe
 from recollect.engine.offload.carriers import CARRIERS, Carrier, ThreadCarrier
 from recollect.engine.offload.flight import Offload
@@ -86,16 +87,9 @@ def random_plan(names: dict[str, list[str]], seed: int) -> Plan:
     units = {}
     for path, values in names.items():
         actions = {name: rng.choice(["keep", "recompute", "offload", "offload"]) for name in dict.fromkeys(values)}
-        trips = {name: _trip(rng) for name, action in actions.items() if action == "offload"}
+        trips = {name: random_trip(rng) for name, action in actions.items() if action == "offload"}
         units[path] = UnitPlan(actions, output=rng.choice(["keep", "keep", "recompute"]), trips=trips)
     return Plan(units)
-
-
-def _trip(rng: random.Random) -> Trip:
-    returns = rng.randint(0, 2)
-    if rng.random() < 0.3:
-        return Trip(returns + rng.randint(1, 2), returns, leaves_in_backward=True)
-    return Trip(rng.randint(1, 3), returns)
 
 
 def plan_that_offloads(names: dict[str, list[str]], trip: Trip = Trip(), host_bytes: int | None = None) -> Plan:  # noqa: B008

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hugging_face_flag
 import recollect
-from blocks import Stack, mean_square
+from blocks import Stack, adds_in_place, mean_square
 from contract_units import UNITS
 from gradients import step_of
 from recollect.engine.content import has_same_bits
@@ -399,20 +399,9 @@ def test_what_another_unit_writes_to_has_to_be_kept(in_place: bool, fake: bool) 
     assert kept == {"linear.addmm": False, "sin": False, "mul": in_place}
 
 
-class AddsInPlace(nn.Module):
-    """A residual stream that is added to in place. [n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.add_(self.linear((hidden * 2).sin()).cos())
-
-
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_what_is_made_of_a_value_that_is_written_to_later_has_to_be_kept(fake: bool) -> None:
-    model = nn.Sequential(Up(), *(AddsInPlace() for _ in range(2)))
+    model = nn.Sequential(Up(), *(adds_in_place(8) for _ in range(2)))
     profile = recollect.record(model, torch.randn(4, 8), loss_fn=mean_square, units=["0", "1", "2"], fake=fake)
     for path in ("1", "2"):
         kept = {value.name: value.must_keep for value in graph_at(profile, path).values if value.producer is not None}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import recollect
 from block_plans import ROWS, stack
-from blocks import Computes, Stack, mean_square
+from blocks import Computes, Stack, adds_in_place, mean_square
 from policies import Random
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError, UnknownNameError
@@ -119,19 +119,8 @@ def test_unequal_step_names_the_parameter() -> None:
     assert report.first_difference[0] == "blocks.1.up.weight"
 
 
-class AddsInPlace(nn.Module):
-    """Adds to what it gets. [n, 16] -> [n, 16]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.add_(self.linear((hidden * 2).sin()).cos())
-
-
 def test_units_that_write_to_what_they_get_are_compared() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), AddsInPlace(), AddsInPlace())
+    model = nn.Sequential(nn.Linear(16, 16), adds_in_place(16), adds_in_place(16))
     rows = torch.randn(4, 16)
     profile = recollect.record(model, rows, loss_fn=mean_square, units=["1", "2"])
     plan = recollect.classic_plan(profile, "full")
