@@ -32,6 +32,12 @@ MUTATIONS = (
         (("self.beside_bytes = self.before.nbytes", "self.beside_bytes = 0"),),
     ),
     Mutation(
+        "state-that-goes-on-counted-twice",
+        "a state that a loop passes from call to call gets room besides its bytes as an input, and a warning",
+        "attaching/placement.py",
+        (("self.backwards.before.remove(tensors_held((args, kwargs)))", "pass"),),
+    ),
+    Mutation(
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",

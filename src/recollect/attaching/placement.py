@@ -55,6 +55,10 @@ class Memory:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         self._storages += (weakref.ref(tensor.untyped_storage()) for tensor in strided_tensors(list(tensors)))
 
+    def remove(self, tensors: Iterable[torch.Tensor]) -> None:
+        gone = {id(tensor.untyped_storage()) for tensor in strided_tensors(list(tensors))} if self._storages else set()
+        self._storages = [ref for ref in self._storages if id(ref()) not in gone]
+
     @property
     def nbytes(self) -> int:
         alive = {id(storage): storage.nbytes() for ref in self._storages if (storage := ref()) is not None}
@@ -208,6 +212,7 @@ class Watcher:
         self.backwards = Backwards()
         try:
             self.begin(path, module, args, kwargs)
+            self.backwards.before.remove(tensors_held((args, kwargs)))  # A state that goes on counts as an input.
             output = self._noted(module, function, args, kwargs)
         except BaseException:
             self.abandon()

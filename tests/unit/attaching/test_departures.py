@@ -162,6 +162,25 @@ def test_what_a_loop_holds_longer_than_the_models_next_output_gets_room(
         assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 4096
 
 
+def test_a_state_that_goes_from_call_to_call_is_an_input_of_the_next_step(model: Blocks) -> None:
+    def forward(self: Computes, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            state = state + block(x)
+        return state.square().mean(), state
+
+    net, state = Computes(forward, blocks=model.blocks), torch.zeros(512, 32)
+    optimizer = SGD(net.parameters())
+    with recollect.attach(net, optimizer, "90%", log=lambda _: None) as attached:
+        for _ in range(4):
+            loss, new = net(torch.randn(512, 32), state)
+            loss.backward()
+            state = new.detach()
+            del loss, new
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0] and not attached.planned[-1].more_bytes
+
+
 def test_state_that_an_optimizer_makes_later_is_planned_for(model: Blocks) -> None:
     """As for slow weights that are averaged from some step on."""
     with attached_loop("100MiB", model, SGD) as (_, optimizer, attached):
