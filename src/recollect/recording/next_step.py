@@ -9,12 +9,12 @@ while it is recorded itself; its own profile then replaces this one.
 """
 
 import itertools
+import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +31,6 @@ from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import RecordedCall, Tracked, tracker_of
 from recollect.tensors import tensors_held
-from recollect.weak_hooks import register_weakly
 
 _Caller: TypeAlias = tuple[nn.Module, bool]
 """A module that is called, and whether gradients are on."""
@@ -275,6 +274,23 @@ def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[i
             yield key, begin, end
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _Hook:
+    """Calls a method of a recording; does nothing in a copy of the module, for which all that it holds would be copied."""
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        self._method = method
+
+    def __call__(self, *given: Any) -> None:
+        self._method(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((_nothing,), 0)
+
+
 class Returns:
     """Records when the outermost calls of a model, or of the models in a list, return.
 
@@ -284,7 +300,6 @@ class Returns:
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._outermost: nn.Module | None = None
-        self._hooked = set[nn.Module]()
         self.makes_cache = False
         # The log position where each one returned, and the call an output comes from.
         self._positions: dict[_Caller, list[int]] = {}
@@ -293,12 +308,9 @@ class Returns:
     @contextmanager
     def seen_by_hooks(self, model: nn.Module, unit_paths: Collection[str]) -> Iterator[None]:
         with ExitStack() as stack:
-            self._hooked = {*entry_modules(model, unit_paths).values()}
-            for module in self._hooked:
-                # Copies of the module that the step makes have the hooks, too; methods would be copied with all they hold.
-                stack.callback(register_weakly(module.register_forward_pre_hook, self._begin).remove)
-                register = partial(module.register_forward_hook, always_call=True)
-                stack.callback(register_weakly(register, self._end).remove)
+            for module in entry_modules(model, unit_paths).values():
+                stack.callback(module.register_forward_pre_hook(_Hook(self._begin)).remove)
+                stack.callback(module.register_forward_hook(_Hook(self._end), always_call=True).remove)
             yield
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -330,8 +342,6 @@ class Returns:
 
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        if self._hooked and module not in self._hooked:
-            return
         # Backward may run a module again; results of a function transform have no storage.
         if self._outermost is None and current_autograd_node() < 0 and not transforms_are_active():
             self._outermost = module
