@@ -284,6 +284,7 @@ class _Hook:
     def __init__(self, method: Callable[..., object]) -> None:
         self._method = method
 
+    @uncompiled
     def __call__(self, *given: Any) -> None:
         self._method(*given)
 
