@@ -226,12 +226,7 @@ MUTATIONS = (
         "generators-moved-by-recording",
         "recording leaves PyTorch's generator elsewhere",
         "recording",
-        (
-            (
-                "with torch.random.fork_rng(devices=cuda_devices):",
-                "with torch.random.fork_rng(devices=cuda_devices, enabled=False):",
-            ),
-        ),
+        (("        torch.random.set_rng_state(of_pytorch)\n", ""),),
     ),
     Mutation(
         "host-generators-moved-by-recording",

@@ -182,12 +182,15 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
 
 
-def present_generators() -> Callable[[], object]:
-    """Return what puts the random generators of the CPU, of PyTorch, Python and NumPy, back: models draw from them all."""
+def present_generators(cuda_devices: Iterable[int] = ()) -> Callable[[], object]:
+    """Return what puts the generators of PyTorch, Python and NumPy back, and of these devices: models draw from them all."""
     of_pytorch, of_python, of_numpy = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    of_devices = [(device, torch.cuda.get_rng_state(device)) for device in cuda_devices]
 
     def put_back() -> None:
         torch.random.set_rng_state(of_pytorch)
+        for device, state in of_devices:
+            torch.cuda.set_rng_state(state, device)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 
@@ -225,11 +228,9 @@ def present_state(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 @contextmanager
 def restored_generators(model: nn.Module) -> Iterator[None]:
     """Restore the random generators of the CPU and of the model's devices."""
-    cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    put_back = present_generators()
+    put_back = present_generators({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=cuda_devices):
-            yield
+        yield
     finally:
         put_back()
 
