@@ -66,6 +66,7 @@ ERRORS = [
     (f"{BUDGET} --fake --hardware foo", "Error: --hardware: got 'foo', expected one of H100,"),
     (f"{BUDGET} {TENSOR}", "Error: no --fake: a layout of many devices is planned on a machine without them"),
     ("plan --size 70b --memory-budget 80GiB", "no --fake: the model's parameters take 257.0 GiB and its gradients "),
+    (f"{BUDGET} --batch-size 999999999", "and its gradients as much, the tokens 1.9 TiB, and cpu has "),
     (f"{BUDGET} --size llama-8B", "Did you mean '8b'? See"),
     # Found before the step is built: there is no such config.
     ("plan --hf-config none.json --memory-budget 60", "'60': has no unit; write '60%' for"),

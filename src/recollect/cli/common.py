@@ -104,10 +104,12 @@ def step_recorder(
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
     if not flags.fake:  # Systems end a process that asks for too much without a word.
-        nbytes = sum(parameter.nbytes for parameter in build_step(flags, torch.device("meta"), config)[0].parameters())
+        model, batch, _ = build_step(flags, torch.device("meta"), config)
+        nbytes, batch_bytes = sum(parameter.nbytes for parameter in model.parameters()), batch["labels"].nbytes
         there = memory_bytes(device) or host_memory_bytes()
-        if 2 * nbytes > there:
+        if 2 * nbytes + batch_bytes > there:
             need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
+            need += f", the tokens {format_bytes(batch_bytes)}" if batch_bytes > nbytes else ""
             reason, advice = (
                 f"{need}, and {device} has {format_bytes(there)}",
                 "Add --fake, which records it without memory.",
