@@ -301,12 +301,8 @@ def _users_hooks() -> Any:
 
 def are_users_hooks_active() -> bool:
     """Whether there are saved-tensor hooks that are neither a plan's nor of PyTorch's checkpoints."""
-    return _users_hooks() is not None
-
-
-def hooks_around_unit() -> bool:
-    """Whether saved-tensor hooks are active that are not those of a checkpoint, which a plan takes over."""
     hooks = _users_hooks()
+    # Before torch 2.15 those of checkpoints are not marked.
     return hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
 
 

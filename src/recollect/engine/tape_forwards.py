@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_functions import hooks_around_unit
+from recollect._torch_functions import are_users_hooks_active
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
@@ -53,7 +53,7 @@ def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.M
 
 def look_for_hooks() -> None:
     """Warn where the user's hooks for saved tensors are around a planned unit."""
-    if hooks_around_unit():
+    if are_users_hooks_active():
         tell_once(
             "hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around layers that run "
             "by a plan. What these save does not pass through them: they neither move nor change it, and gradients are those "

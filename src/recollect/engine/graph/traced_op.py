@@ -12,7 +12,6 @@ from recollect.plans.value_names import value_stem
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
 
-
 _aten = torch.ops.aten
 # Views, in place of ops that give a tensor itself a different shape: nothing else that has its memory sees that.
 AS_VIEWS: Final = {
