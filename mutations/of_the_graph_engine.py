@@ -65,7 +65,7 @@ MUTATIONS = (
         "graph-edges-for-gradients",
         "edges of autograd's graph without a gradient are taken for summands",
         "engine/graph",
-        (("_added_up(total, counts[index])", "_added_up(total, self.num_edges(index))"),),
+        (("_added_up(total, counts[index])", "_added_up(total, self.num_edges[index])"),),
     ),
     Mutation(
         "graph-saves-for-the-last",
@@ -229,7 +229,7 @@ MUTATIONS = (
         "graph-settings-changed-inside",
         "a traced unit runs all of its ops under the same settings, though it changes them",
         "engine/graph/trace.py",
-        (("if not self.is_backward and current_settings(_NO_MODES) is not self._settings:", "if False:"),),
+        (("if not self.is_backward and current_settings(NO_MODES) is not self._settings:", "if False:"),),
     ),
     Mutation(
         "graph-zeros-for-none",
@@ -351,8 +351,8 @@ MUTATIONS = (
     Mutation(
         "graph-hooks-without-gradients",
         "hooks for a gradient that eager mode does not compute are called",
-        "engine/graph/trace.py",
-        (("return self._num_edges[index]", "return max(1, self._num_edges[index])"),),
+        "engine/graph/node.py",
+        (("trace.num_edges[i] for i", "max(1, trace.num_edges[i]) for i"),),
     ),
     Mutation(
         "graph-gradients-type-unguarded",

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -100,6 +100,9 @@ class Settings:
             for (_, change), _, found in differing:
                 change(found)
 
+
+# Of ops that run below all dispatch modes.
+NO_MODES: Final = ()
 
 _last = Settings((), ())
 _here = threading.local()

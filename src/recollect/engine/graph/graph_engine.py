@@ -43,7 +43,7 @@ from recollect.engine.graph.node import TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
 from recollect.engine.graph.shared_memory import OtherMemoryError
 from recollect.engine.graph.trace import Trace
-from recollect.engine.opcall import current_settings
+from recollect.engine.opcall import NO_MODES, current_settings
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 # Kinds of calls that a unit is traced for, and calls that fit no trace, before it is left to the tape.
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
-
-_NO_MODES: Final = ()
 
 # A trace that takes longer is worth a warning.
 _LONG_S = 60.0
@@ -185,7 +183,7 @@ class GraphForward(PlacedForward):
 
     def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
-        settings = current_settings(_NO_MODES).values + op_choices()
+        settings = current_settings(NO_MODES).values + op_choices()
         return settings, self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
 
     def _look_at_casts(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -25,12 +25,10 @@ from recollect.engine.graph.code import Run, RunInParts, backward_code, backward
 from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
 from recollect.engine.graph.trace import Tangents, Trace
-from recollect.engine.opcall import Settings, current_settings
+from recollect.engine.opcall import NO_MODES, Settings, current_settings
 from recollect.engine.values import check_filled
 from recollect.errors import ConfigError, MutatedValueError
 from recollect.plans.paths import unit_words
-
-_NO_MODES: Final = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -115,16 +113,16 @@ class TracedUnit:
         self._most = self.program(trace.usual_tangents)
         # For the next forward: that of the last backward, which the next one will probably be like.
         self.latest = self._most
-        self.num_inputs = len(trace.inputs)
+        self._all_inputs = range(len(trace.inputs))
         self.made = [index for index, tensor in enumerate(trace.outputs) if tensor not in trace.passed_on]
         self.no_grad = [place for place, index in enumerate(self.made) if not trace.outputs_need_grad[index]]
-        self.parameters = [i for i in range(self.num_inputs) if trace.needs_grad[i] and trace.is_parameter[i]]
+        self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()
         # By the paths of units that share this.
         self._last: dict[str, weakref.ref[_Call]] = {}
         # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order. One that
         # eager mode has none for is not given: hooks for its gradient would be called.
-        self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
+        self._edges = [trace.num_edges[i] for i in self._all_inputs]
         self._given_inputs = [i for i, count in enumerate(self._edges) for _ in range(count)]
 
     def program(self, tangents: Tangents) -> Program:
@@ -184,7 +182,8 @@ class TracedUnit:
     def backward(self, call: _Call, gradients: list[Any]) -> tuple[Any, ...]:
         """Run backward; `gradients` are those of the node's outputs."""
         given, program = self._given(call, gradients)
-        return self._in_order(call.as_in_forward(program.backward, given), program)
+        found = call.as_in_forward(program.backward, given)
+        return None, *self._in_order(found, program, self._all_inputs)
 
     def backward_of(self, call: _Call, stretch: int, gradients: list[Any], *, is_half: bool) -> tuple[Any, ...]:
         """Run a stretch of backward; the first one begins with gradients, the others where the one before ended.
@@ -212,24 +211,17 @@ class TracedUnit:
         generator, program = call.running
         call.as_in_forward(next, generator)
         call.next_stretch += 1
-        found = call.handed_over
-        ordered: list[Any] = [None, None, None if stretch + 1 == len(self.stretches) else call.link]
-        for index in self.stretches[stretch]:
-            num_edges, num_found = self._edges[index], len(program.cut.gradients[index])
-            ordered += found[:num_found] + [None] * (num_edges - num_found)
-            del found[:num_found]
-        return tuple(ordered)
+        link = None if stretch + 1 == len(self.stretches) else call.link
+        return None, None, link, *self._in_order(call.handed_over, program, self.stretches[stretch])
 
-    def _in_order(self, found: list[Any], program: Program) -> tuple[Any, ...]:
-        """Return gradients in the order of the node's arguments, of which the first is not a tensor."""
-        ordered: list[Any] = [None]
-        following = iter(found)
-        for contributions, count in zip(program.cut.gradients, self._edges, strict=True):
-            ordered += [next(following) for _ in contributions]
-            ordered += [None] * (count - len(contributions))
-        del following
-        found.clear()
-        return tuple(ordered)
+    def _in_order(self, found: list[Any], program: Program, inputs: Iterable[int]) -> list[Any]:
+        """Return the gradients of inputs, once for each time that a node was given them; empty the list."""
+        ordered: list[Any] = []
+        for index in inputs:
+            num_found = len(program.cut.gradients[index])
+            ordered += found[:num_found] + [None] * (self._edges[index] - num_found)
+            del found[:num_found]
+        return ordered
 
 
 class _Call:
@@ -258,7 +250,7 @@ class _Call:
         self.inputs = inputs
         self.path = running.path
         self.program = unit.latest
-        self.settings: Settings = current_settings(_NO_MODES)
+        self.settings: Settings = current_settings(NO_MODES)
         self.saved: list[Any] | None = None
         # The saved values among the unit's inputs and outputs, with versions and content: others may write to them.
         self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
@@ -278,7 +270,7 @@ class _Call:
         """Run ops below autograd and autocast, under the settings of forward."""
         try:
             with below_autograd(), disable_autocast():
-                now = current_settings(_NO_MODES)
+                now = current_settings(NO_MODES)
                 if now is self.settings:
                     return run(given)
                 with self.settings.applied(now):

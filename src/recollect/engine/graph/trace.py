@@ -35,11 +35,10 @@ from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.real_layouts import laid_out
 from recollect.engine.graph.shared_memory import OtherMemoryError, SharedMemory
 from recollect.engine.graph.traced_op import AS_VIEWS, Layout, TracedOp, TracedTensor, grad_dtype_of, layout_of
-from recollect.engine.opcall import current_settings
+from recollect.engine.opcall import NO_MODES, current_settings
 from recollect.programs.cut import UntraceableError
 
 _aten = torch.ops.aten
-_NO_MODES: Final = ()
 _NO_OPS = frozenset({"prim", "profiler"})
 # The op that eager mode adds gradients with.
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
@@ -78,6 +77,7 @@ class Trace:
         outputs: what it returns; an input stands for itself.
         passed_on: inputs that it returns as they are, and their positions.
         needs_grad, is_parameter: for each input, whether it needs a gradient, and whether it is a parameter.
+        num_edges: for inputs, by position, how many gradients eager mode may add up.
         outputs_need_grad: for each output that is not passed on, whether it has one.
         ops: of forward, in order.
     """
@@ -131,7 +131,7 @@ class Trace:
         ]
         self._check_outputs()
         self._edges = self._find_edges()
-        self._num_edges = Counter(leaf for _, _, leaf in self._edges)
+        self.num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
         self._memory = SharedMemory(self.inputs, self.ops)
 
@@ -190,10 +190,6 @@ class Trace:
             if grad_dtype_of(inputs[index]) is not dtype:
                 raise OtherMemoryError
         self._memory.check(inputs)
-
-    def num_edges(self, index: int) -> int:
-        """Return how many gradients eager mode may add up for an input."""
-        return self._num_edges[index]
 
     @contextmanager
     def _counted(self) -> Iterator[Counter[int]]:
@@ -272,7 +268,7 @@ class _Recorder(OpMode):
         self.ops: list[TracedOp] = []
         self.scope = ""
         self.is_backward = False
-        self._settings = current_settings(_NO_MODES)
+        self._settings = current_settings(NO_MODES)
         self._counts: dict[tuple[str, str], int] = {}
         self._tensors: dict[int, TracedTensor] = {}
         self._by_place: dict[tuple[int, Layout], TracedTensor] = {}
@@ -326,7 +322,7 @@ class _Recorder(OpMode):
         if func in AS_VIEWS:
             self._check_alone(func, args[0])
             func, facts = AS_VIEWS[func], facts_of(AS_VIEWS[func])
-        if not self.is_backward and current_settings(_NO_MODES) is not self._settings:
+        if not self.is_backward and current_settings(NO_MODES) is not self._settings:
             raise UntraceableError("it changes settings of PyTorch, which its program would not")
         op = TracedOp(func, facts, (), {}, self.is_backward, torch.is_grad_enabled(), self.scope)
         op.args, op.kwargs = self._bound(op, args), self._bound(op, kwargs)
