@@ -2,8 +2,10 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --parts engines
+    python benchmarks/overhead.py --parts dtensors
 
 Engines: four tiny models, plain, with checkpoint and SAC, and with plans on the tape and from traces (overhead_engines.py).
+DTensors: the same for Llama, whose layers hold their weights as DTensors, as under tensor parallelism.
 Tiny tensors: step time minus that of the plain step, for checkpoint, selective checkpoint (SAC) and the tape.
 Real sizes: the tape that keeps everything compared with the plain step, in fp32 and bf16.
 """
@@ -34,7 +36,7 @@ from recompute import Nothing, Replaced, SwitchablePlan
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags
 
-Part = Literal["engines", "tiny", "real"]
+Part = Literal["engines", "dtensors", "tiny", "real"]
 
 _PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
 _SAC_MATMULS, _SAC_NOTHING = "SAC, saves matmuls", "SAC, saves nothing"
@@ -255,12 +257,14 @@ def real_part(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
     ]
 
 
-def engines_part(flags: Flags, console: Console) -> list[Number]:
-    """Measure and print the tiny models on all engines, and return their rows."""
+def engines_part(flags: Flags, console: Console, *, splits: bool) -> list[Number]:
+    """Measure and print the tiny models on all engines, and return their rows; with `splits`, of Llama with DTensors."""
     found = []
     for model, name in MODELS.items():
+        if splits and model != "dense":
+            continue
         console.print(f"{name} ...", style="bold")
-        tiny = TinyModel(model)
+        tiny = TinyModel(model, splits=splits)
         tiny.run(seconds=60 * flags.engine_minutes, least_rounds=flags.least_rounds, report=_now_and_then(console))
         found.append(tiny)
     sizes = f"{found[0].step.flags}, one thread, {found[0].num_rounds} rounds or more"
@@ -292,8 +296,9 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")
     rows: list[Number] = []
-    if "engines" in flags.parts:
-        rows += engines_part(flags, console)
+    for part in ("engines", "dtensors"):
+        if part in flags.parts:
+            rows += engines_part(flags, console, splits=part == "dtensors")
     if "tiny" in flags.parts:
         console.print("tiny tensors ...", style="bold")
         tiny = Tiny(flags, console)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 from rich import box
 from rich.table import Table
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
 import recollect
@@ -65,6 +68,9 @@ class Layer:
 class Tiny:
     """One model and all ways to run it.
 
+    Args:
+        splits: have products read DTensors, as under tensor parallelism, which is of this process only.
+
     Attributes:
         ways: in the order of the tables; those of a layer have the same names.
         plain_bytes, plain_s, plain_layer_s: peak and median seconds of the plain step, and seconds of its layer.
@@ -72,15 +78,17 @@ class Tiny:
         not_traced: what should run from a trace and does not, with the reasons.
     """
 
-    def __init__(self, model: ModelName, *, num_layers: int = 3, seed: int = 0) -> None:
+    def __init__(self, model: ModelName, *, num_layers: int = 3, seed: int = 0, splits: bool = False) -> None:
         sizes = StepFlags(
             hidden_size=64, num_layers=num_layers, vocab_size=96, seq_length=32, dtype="bf16", threads=1, seed=seed
         )
-        self.model = model
+        self.model, self.splits = model, splits
         self.step = Step(sizes, model)
         if model == "moe":
             # As by default: hooks of transformers collect them, which keeps the layers off traces.
             self.step.model.config.output_router_logits = False
+        if splits:
+            _split(self.step.layers.values())
         self.layer = Layer(self.step)
         self.not_traced: list[str] = []
 
@@ -154,7 +162,7 @@ class Tiny:
 
     def numbers(self) -> list[Number]:
         """Return all results as rows."""
-        name = MODELS[self.model]
+        name = f"{MODELS[self.model]}{', DTensors' if self.splits else ''}"
         rows = [
             Number("engine_peak", "bytes", f"{name}, {_PLAIN}", self.plain_bytes),
             Number("engine_step_time", "s", f"{name}, {_PLAIN}", self.plain_s),
@@ -165,6 +173,16 @@ class Tiny:
             rows += way.numbers("engine_step_slowdown", f"{name}, {way.name}")
             rows += layer.numbers("engine_layer_slowdown", f"{name}, {way.name}")
         return rows
+
+
+def _split(layers: Iterable[nn.Module]) -> None:
+    """Have Llama's layers split their products over the processes of a group, which is this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    by_rows = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    ways: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_rows}
+    ways |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in layers:
+        parallelize_module(layer, init_device_mesh("cpu", (1,)), ways)
 
 
 def keeps_almost_all(profile: recollect.Profile) -> recollect.Plan:

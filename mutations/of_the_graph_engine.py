@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation(
         "graph-settings-changed-inside",
         "a traced unit runs all of its ops under the same settings, though it changes them",
-        "engine/graph/trace.py",
+        "engine/graph/recorder.py",
         (("if not self.is_backward and current_settings(NO_MODES) is not self._settings:", "if False:"),),
     ),
     Mutation(
@@ -340,7 +340,7 @@ MUTATIONS = (
     Mutation(
         "graph-views-of-what-changes-shape",
         "a tensor that has views changes its shape in place, and their gradients are those of different views",
-        "engine/graph/trace.py",
+        "engine/graph/recorder.py",
         (
             (
                 "if traced.maker is None or any(one.storage == traced.storage for one in others):",
@@ -359,5 +359,29 @@ MUTATIONS = (
         "a trace makes gradients of the type that they had when it was made",
         "engine/graph",
         (("if grad_dtype_of(inputs[index]) is not dtype:", "if False:"),),
+    ),
+    Mutation(
+        "graph-hooks-in-their-module",
+        "in a trace, what a hook runs belongs to the module that the hook is on",
+        "_torch_dynamo.py",
+        (("if not any(_is_in(hook, node) for hook in hooks):", "if True:"),),
+    ),
+    Mutation(
+        "graph-collectives-of-dtensors-unnamed",
+        "in a trace, collectives by which DTensors change their layout have no names",
+        "engine/graph/recorder.py",
+        (("(op.has_grad or self.is_in_collective)", "op.has_grad"),),
+    ),
+    Mutation(
+        "graph-draws-for-dtensors",
+        "random ops on DTensors run from traces, though they move a GPU's generator",
+        "engine/graph/recorder.py",
+        (("self._check_draws(func, args, kwargs)", "pass"),),
+    ),
+    Mutation(
+        "graph-gradients-of-dtensors-respread",
+        "gradients of a DTensor that were spread in different ways are handed over as this process's part",
+        "engine/graph/trace.py",
+        (("if any(one not in specs for index in self.spread_inputs for one in gradients[index]):", "if False:"),),
     ),
 )

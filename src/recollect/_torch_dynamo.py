@@ -6,6 +6,7 @@ Importing this imports Dynamo, which takes a second: files import it inside func
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import logging
 import re
@@ -248,9 +249,30 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     return [(key, _ROOT.sub("", _PART.sub(r".\1", str(entry[0])))) for key, entry in stack.items()]
 
 
-def module_path(node: fx.Node) -> str:
-    """Return the path, below the traced module, of the innermost module whose forward a node was traced in."""
-    return next((path for _, path in reversed(module_stack(node))), "")
+def module_path(node: fx.Node, root: torch.nn.Module) -> str:
+    """Return the path, below the traced module `root`, of the innermost module whose forward a node was traced in.
+
+    Dynamo counts hooks as parts of the module that they are on; they run in the forward of the module around it.
+    """
+    for _, path in reversed(module_stack(node)):
+        module = root.get_submodule(path)
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        if not any(_is_in(hook, node) for hook in hooks):
+            return path
+    return ""
+
+
+# A frame, as Dynamo writes where a node was traced.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+
+
+def _is_in(function: Callable[..., Any], node: fx.Node) -> bool:
+    """Whether a function was running when a node was traced."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not node.stack_trace:
+        return False
+    lines = {str(line) for *_, line in code.co_lines()}
+    return any(file == code.co_filename and line in lines for file, line in _FRAME.findall(node.stack_trace))
 
 
 def faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recollect._torch_dtensor import local_part, spec_of, spread
 from recollect.errors import RecordError
 
 
@@ -147,7 +148,7 @@ def as_not_sharded(module: nn.Module, whole: Mapping[str, nn.Parameter]) -> Iter
         path, _, attribute = name.rpartition(".")
         holder = module.get_submodule(path)
         part = getattr(holder, attribute)
-        if is_traceable_wrapper_subclass(part) and not is_traceable_wrapper_subclass(parameter):
+        if part is not parameter and is_traceable_wrapper_subclass(part):
             sharded.append((holder, attribute, part))
             if id(parameter) not in stand_ins:
                 stand_ins[id(parameter)] = _repeated(part, parameter)
@@ -175,11 +176,11 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def _repeated(sharded: Any, whole: nn.Parameter) -> nn.Parameter:
     """Return a parameter like a whole one, with the numbers of this rank's part, over and over; ones where that is empty."""
-    part = sharded.detach().to_local()
-    found = torch.ones(whole.numel(), dtype=whole.dtype, device=part.device if part.is_meta else whole.device)
+    part, local = sharded.detach().to_local(), local_part(whole)
+    found = torch.ones(local.numel(), dtype=whole.dtype, device=part.device if part.is_meta else whole.device)
     for piece in found.split(part.numel()) if part.numel() else ():
         piece.copy_(part.flatten()[: piece.numel()])
-    made = nn.Parameter(found.view(whole.shape), whole.requires_grad)
+    made = nn.Parameter(spread(found.view(local.shape), spec_of(whole)), whole.requires_grad)
     if getattr(whole, "grad_dtype", whole.dtype) is not whole.dtype:
         made.grad_dtype = whole.grad_dtype
     return made

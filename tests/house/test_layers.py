@@ -25,6 +25,7 @@ LAYERS = (
     "_torch_settings",
     "_torch_memory",
     "_torch_functions",
+    "_torch_dtensor",
     "_torch_fsdp",
     "_torch_replicate",
     "_torch_parallel",

@@ -1309,7 +1309,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("function that reads a global in backward", "function that reads its unit in backward"),
         "custom op that reads a global in backward",
     ),
-    "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
     "it writes to an input that needs a gradient": (
         *("embedding with a maximum norm", "weight written as data", "weight assigned as data"),

@@ -42,7 +42,7 @@ class FunctionMode(TapeMode):
         if not self.is_watching or self.function is not None:
             return None
         if passes_ops_on(function):
-            return _CollectiveFunction(self)
+            return CollectiveFunction(self)
         replays = self.tape.agreement is not None
         given = (*args, *kwargs.values())
         run = FunctionRun(function, given, replays_collectives=replays, is_captured=self.is_captured)
@@ -130,10 +130,10 @@ class FunctionMode(TapeMode):
         return TapeValue(held, None, version, (self.unit_path, self.scope, name))
 
 
-class _CollectiveFunction:
+class CollectiveFunction:
     """Runs a Function of PyTorch's around collectives: its ops are recorded like any others."""
 
-    def __init__(self, mode: FunctionMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self._mode = mode
 
     def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import torch
 from torch import nn
 
+from recollect._torch_dtensor import local_part
 from recollect._torch_fsdp import as_not_sharded
 from recollect._torch_private import tree_leaves
 from recollect.costs.hardware import Hardware
@@ -144,7 +145,8 @@ def _joint(
 
     check_code(sample.module)
     names = {id(module): path for path, module in reversed(list(sample.module.named_modules(remove_duplicate=False)))}
-    paths = {node.name: names[id(sample.module.get_submodule(module_path(node)))] for node in code.graph.nodes}
+    modules = {node.name: sample.module.get_submodule(module_path(node, sample.module)) for node in code.graph.nodes}
+    paths = {name: names[id(module)] for name, module in modules.items()}
     trace = Trace(code, inputs, paths)
 
     def working_bytes(op: TracedOp) -> int:
@@ -160,11 +162,12 @@ def _joint(
         kind = (None if one in left else its for one, its in zip(joint.outputs, strides, strict=True))
         joint = Joint(trace, trace.backward((*kind, autocast)), working_bytes).record
     values = {
-        leaf.untyped_storage()._cdata: value
+        local_part(leaf).untyped_storage()._cdata: value
         for leaf, value in zip(leaves, sample.input_values, strict=True)
         if isinstance(leaf, torch.Tensor)
     }
-    return replace(joint, input_values=tuple(values.get(one.untyped_storage()._cdata, -1) for one in inputs))
+    parts = map(local_part, trace.tensors_of(inputs))
+    return replace(joint, input_values=tuple(values.get(part.untyped_storage()._cdata, -1) for part in parts))
 
 
 def _with_joint(graph: UnitGraph, joint: JointRecord | str) -> UnitGraph:

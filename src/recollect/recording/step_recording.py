@@ -92,8 +92,14 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self._ranks = RanksWithParts.of(self.model, self.device, self._modelled)
         self.recorder = StepRecorder(self.costs, self.device, self._ranks, traces=self.traces)
-        takes_samples = self.engine != "tape"
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_samples)
+        self._runs_samples = self.engine == "compile"  # Else they are traced only.
+        self._samples = UnitSamples(
+            self.model,
+            self.device,
+            in_excerpts=self.in_loop,
+            takes_any=self.engine != "tape",
+            takes_parts=not self._runs_samples,
+        )
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self._last_state: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
@@ -296,7 +302,8 @@ class StepRecording:
         )
         if self.engine != "tape":
             # A copy of a unit that communicates cannot run by itself.
-            by_call = {s.call: s for s in self._samples.samples if s.call not in recorder.communicating}
+            left_out = recorder.communicating if self._runs_samples else ()
+            by_call = {s.call: s for s in self._samples.samples if s.call not in left_out}
             pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
             self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
         if has_two_clocks(made):

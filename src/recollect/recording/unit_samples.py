@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from recollect._torch_dtensor import spec_of
 from recollect._torch_fsdp import as_not_sharded, gathers_inside
 from recollect._torch_private import (
     has_compiled_forward,
@@ -147,9 +148,15 @@ class UnitSamples:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False, takes_any: bool = True
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        in_excerpts: bool = False,
+        takes_any: bool = True,
+        takes_parts: bool = False,
     ) -> None:
-        self._in_excerpts, self._takes_any = in_excerpts, takes_any
+        self._in_excerpts, self._takes_any, self._takes_parts = in_excerpts, takes_any, takes_parts
         self._modules = dict(model.named_modules(remove_duplicate=False))
         # Looked up now: while the step is recorded, a unit has a placed forward.
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
@@ -165,7 +172,7 @@ class UnitSamples:
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
         self.first_alike[call] = self._kinds.setdefault(kind, call)
-        if self.first_alike[call] != call or path in self._compiled or not _runs_alone(module):
+        if self.first_alike[call] != call or path in self._compiled or not self._runs_alone(module):
             return
         try:
             leaves = [
@@ -191,6 +198,16 @@ class UnitSamples:
                 num_hooks=num_hooks(module),
                 parameters=parameters,
             )
+        )
+
+    def _runs_alone(self, module: nn.Module) -> bool:
+        """Whether a copy does what the module does: not if modules inside gather or compile again; with parts of parameters?"""
+        inside = (part for part in module.modules() if part is not module)
+        if gathers_inside(module) or any(map(is_compiled_module, inside)):
+            return False
+        return not any(
+            hasattr(one, "ds_id") or (is_traceable_wrapper_subclass(one) and not (self._takes_parts and spec_of(one)))
+            for one in module.parameters()
         )
 
     def note_values(self, call: int, value_of: Callable[[Any], int], leaves: list[Any], output: Any) -> None:
@@ -235,14 +252,6 @@ def _copied(leaf: Any) -> Any:
     # `deepcopy` refuses results of ops, such as the keys and values that layers before this one left in a cache.
     made = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_held(leaf) if not t.is_leaf}
     return copy.deepcopy(leaf, made)
-
-
-def _runs_alone(module: nn.Module) -> bool:
-    """Whether a copy does what the module does: not with parts of parameters, nor if modules inside gather or compile again."""
-    inside = (part for part in module.modules() if part is not module)
-    if gathers_inside(module) or any(map(is_compiled_module, inside)):
-        return False
-    return not any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _shapes(items: Any) -> tuple[Any, ...]:

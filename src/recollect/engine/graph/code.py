@@ -17,7 +17,8 @@ from recollect._torch_functions import outside_vmap
 from recollect.engine.draws import Draw, first_run
 from recollect.engine.graph.bindings import binding_of
 from recollect.engine.graph.cut import Cut
-from recollect.engine.graph.trace import ADDS, RESHAPES
+from recollect.engine.graph.recorder import RESHAPES
+from recollect.engine.graph.trace import ADDS
 from recollect.engine.graph.traced_op import TracedOp, TracedTensor
 
 Run: TypeAlias = Callable[[list[Any]], list[Any]]

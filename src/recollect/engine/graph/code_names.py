@@ -28,9 +28,14 @@ def check_code(module: nn.Module) -> None:
     Raises:
         UntraceableError: it does.
     """
-    for kind in {type(part) for part in module.modules()}:
-        if asked := _UNGUARDED & names_in(kind.forward, kind):
-            raise UntraceableError(f"code of {kind.__name__} uses {min(asked)}, which a trace would take for constant")
+    kinds = {type(part) for part in module.modules()}
+    used = [(f"code of {kind.__name__}", names_in(kind.forward, kind)) for kind in kinds]
+    for part in module.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            used.append((f"a hook on {type(part).__name__}", names_in(getattr(hook, "__func__", hook))))
+    for what, names in used:
+        if asked := _UNGUARDED & names:
+            raise UntraceableError(f"{what} uses {min(asked)}, which a trace would take for constant")
 
 
 def names_in(function: Any, kind: type | None = None) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recollect.engine.graph.joint import Joint
 from recollect.engine.graph.trace import BackwardTrace, Tangents, Trace
@@ -22,6 +23,7 @@ class Cut:
 
     Attributes:
         gradients: for each input, the addends of its gradient.
+        specs: how those are spread that are DTensors.
         sums: for each sum that is made in place, the addend whose memory takes it, and the other one.
         joint, numbers: the trace as a record, and the cut as numbers in it.
     """
@@ -34,6 +36,7 @@ class Cut:
     draws: list[TracedOp]
     backward: list[TracedOp]
     gradients: list[list[TracedTensor]]
+    specs: dict[TracedTensor, Any]
     sums: dict[TracedOp, tuple[TracedTensor, TracedTensor]]
     joint: Joint
     numbers: NumberedCut
@@ -65,6 +68,7 @@ def cut(trace: Trace, backward: BackwardTrace, is_kept: IsKept) -> Cut:
         draws=[joint.ops[number] for number in found.draws],
         backward=[joint.ops[number] for number in found.backward],
         gradients=backward.gradients,
+        specs=backward.specs,
         sums={
             joint.ops[number]: (joint.ops[number].reads[index], joint.ops[number].reads[1 - index])
             for number, index in found.sums.items()

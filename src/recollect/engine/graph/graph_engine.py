@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import nn
 
+from recollect._torch_dtensor import spec_of
 from recollect._torch_fsdp import gathers_inside
 from recollect._torch_parallel import SPLITS_FUNCTIONS, runs_in_stage
 from recollect._torch_private import (
@@ -72,7 +73,7 @@ _MOST_MISSES: Final = 4
 _LONG_S = 60.0
 
 Kind: TypeAlias = tuple[Any, ...]
-"""PyTorch's settings, whether the module trains, what autocast casts to, and shapes and types of the tensors in a call."""
+"""PyTorch's settings, whether the module trains, what autocast casts to, and shapes, types and layouts of tensors in a call."""
 
 
 def graph_forwards(
@@ -184,7 +185,7 @@ class GraphForward(PlacedForward):
     def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
         settings = current_settings(NO_MODES).values + op_choices()
-        return settings, self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
+        return settings, self.module.training, autocast, *[(one.shape, one.dtype, spec_of(one)) for one in tensors]
 
     def _look_at_casts(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
@@ -353,8 +354,6 @@ class GraphForward(PlacedForward):
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]
         if found != noted:
-            if any(part._forward_hooks or part._forward_pre_hooks for part in list(self.module.modules())[1:]):
-                raise UntraceableError("there are hooks on modules inside it")
             raise UntraceableError(other_ops(found, noted))
         # Dynamo holds it until the traced code is gone, which this object holds: it must not hold this object.
         return TracedUnit(trace, functools.partial(_is_kept, self.tape, self.path))
@@ -366,7 +365,7 @@ class GraphForward(PlacedForward):
         names = {id(scope.module): scope.scope for scope in reversed(self._scopes)}  # type: ignore[attr-defined]
         found: dict[str, str | None] = {}
         for node in graph.graph.nodes:
-            path = module_path(node)
+            path = module_path(node, self.module)
             found[node.name] = None if not path else names.get(id(self.module.get_submodule(path)), path)
         return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch_dtensor import local_part, spec_of, spread
 from recollect._torch_functions import goes_everywhere
 from recollect._torch_parallel import runs_in_ddp
 from recollect._torch_private import below_autograd, disable_autocast, keeps_graph
@@ -24,7 +25,7 @@ from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code import Run, RunInParts, backward_code, backward_in_parts, forward_code
 from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
-from recollect.engine.graph.trace import Tangents, Trace
+from recollect.engine.graph.trace import SpreadKind, Tangents, Trace
 from recollect.engine.opcall import NO_MODES, Settings, current_settings
 from recollect.engine.values import check_filled
 from recollect.errors import ConfigError, MutatedValueError
@@ -124,30 +125,34 @@ class TracedUnit:
         # eager mode has none for is not given: hooks for its gradient would be called.
         self._edges = [trace.num_edges[i] for i in self._all_inputs]
         self._given_inputs = [i for i, count in enumerate(self._edges) for _ in range(count)]
+        self.made_specs = [(index, trace.output_specs[index]) for index in self.made]
 
     def program(self, tangents: Tangents) -> Program:
         if tangents not in self._programs:
             self._programs[tangents] = Program.of(cut(self.trace, self.trace.backward(tangents), self._is_kept))
         return self._programs[tangents]
 
-    def run(self, *inputs: Any) -> Sequence[Any]:
-        """Run forward on the tensors that the traced graph reads.
+    def run(self, *arguments: Any) -> Sequence[Any]:
+        """Run forward on what the traced graph reads.
 
         Raises:
             OtherMemoryError: the call cannot run from this trace.
         """
-        self.trace.check_fits(inputs)
-        call = _Call(self, inputs)
+        trace = self.trace
+        inputs = trace.tensors_of(arguments)
+        parts = trace.parts_of(inputs)
+        trace.check_fits(inputs, parts)
+        call = _Call(self, parts)
         before, self._last[call.path] = self._last.get(call.path), weakref.ref(call)
         if len(self.stretches) > 1 and self._lets_go(inputs, None if before is None else before()):
             made = self._chained(call, inputs)
         else:
             made = _Node.apply(call, *[inputs[index] for index in self._given_inputs])  # type: ignore[no-untyped-call]
-        passed_on = self.trace.passed_on
+        passed_on = trace.passed_on
         if not passed_on:
             return made  # type: ignore[no-any-return]
         found = iter(made)
-        return [inputs[passed_on[one]] if one in passed_on else next(found) for one in self.trace.outputs]
+        return [inputs[passed_on[one]] if one in passed_on else next(found) for one in trace.outputs]
 
     def _lets_go(self, inputs: Sequence[Any], before: _Call | None) -> bool:
         """Whether gradients of parameters are freed as soon as they are computed, judging by the previous call."""
@@ -161,7 +166,7 @@ class TracedUnit:
 
     def _chained(self, call: _Call, inputs: Sequence[Any]) -> Any:
         link: Any = None
-        call.link = inputs[self.parameters[0]].new_empty(0)
+        call.link = call.inputs[self.parameters[0]].new_empty(0)
         for stretch in reversed(range(len(self.stretches))):
             own = [inputs[i] for i in self.stretches[stretch] for _ in range(self._edges[i])]
             link = _link(call, stretch, link, *own)
@@ -169,9 +174,13 @@ class TracedUnit:
 
     def _given(self, call: _Call, gradients: list[Any]) -> tuple[list[Any], Program]:
         """Return the inputs of backward's program, which are released elsewhere, and the program."""
-        tangents: list[tuple[int, ...] | None] = [None] * len(self.trace.outputs)
-        for index, gradient in zip(self.made, gradients, strict=True):
-            tangents[index] = None if gradient is None else gradient.stride()
+        tangents: list[Any] = [None] * len(self.trace.outputs)
+        for place, (index, spec) in enumerate(self.made_specs):
+            if (gradient := gradients[place]) is not None:
+                tangents[index] = gradient.stride()
+                if spec is not None:
+                    part = gradients[place] = local_part(gradient)
+                    tangents[index] = SpreadKind(tuple(part.shape), part.stride(), spec_of(gradient))
         kind = (*tangents, autocast_now(self.trace.devices))
         program = call.program if kind == call.program.cut.kind else self.program(kind)
         self.latest = program if program.needs == self._most.needs else self._most
@@ -217,10 +226,14 @@ class TracedUnit:
     def _in_order(self, found: list[Any], program: Program, inputs: Iterable[int]) -> list[Any]:
         """Return the gradients of inputs, once for each time that a node was given them; empty the list."""
         ordered: list[Any] = []
+        specs = program.cut.specs
         for index in inputs:
-            num_found = len(program.cut.gradients[index])
-            ordered += found[:num_found] + [None] * (self._edges[index] - num_found)
-            del found[:num_found]
+            addends = program.cut.gradients[index]
+            made = found[: len(addends)]
+            del found[: len(addends)]
+            if specs:
+                made = [spread(one, specs.get(addend)) for one, addend in zip(made, addends, strict=True)]
+            ordered += made + [None] * (self._edges[index] - len(addends))
         return ordered
 
 
@@ -244,7 +257,7 @@ class _Call:
         "unit",
     )
 
-    def __init__(self, unit: TracedUnit, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, unit: TracedUnit, inputs: Sequence[Any]) -> None:
         self.unit = unit
         # Until forward has run.
         self.inputs = inputs
@@ -302,7 +315,7 @@ class _Call:
             for tensor, is_again in zip(seen, program.again, strict=True)
             if not tensor.is_inference()
         ]
-        return tuple([found[index] for index in unit.made])
+        return tuple([spread(found[index], spec) for index, spec in unit.made_specs])
 
     def take(self, program: Program) -> list[Any]:
         """Return the saved values for a program's backward; release them unless there may be one more.

@@ -89,7 +89,8 @@ class _NotingMode(FunctionMode):
         asked |= state_in(backward_of(function))
         given = [] if is_of_an_op(function) else tree_leaves((args, kwargs))
         asked |= {type(one).__name__ for one in given if not (isinstance(one, torch.Tensor) or is_plain_value(one))}
-        if asked:
+        # DTensors change their layout by Functions that Dynamo leaves as they are.
+        if asked and not function.__module__.startswith("torch.distributed.tensor."):
             self._noted.append(NotedOp.of(self.scope, f"{function.__name__}, which uses {min(asked)},", []))
         return super().watch_function(function, args, kwargs)
 

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
+from recollect._torch_dtensor import gradient_spec, local_part, spec_of, spread
+from recollect._torch_functions import watched_functions
 from recollect._torch_private import (
     DATA_DEPENDENT,
     FakeTensorMode,
@@ -26,23 +29,16 @@ from recollect._torch_private import (
     desugars,
     disable_autocast,
     is_fake_tensor,
-    is_traceable_wrapper_subclass,
-    tree_map,
 )
-from recollect.engine.draws import draws_numbers, draws_unknown
-from recollect.engine.facts import OpMode, facts_of, must_keep_result
 from recollect.engine.graph.named_run import NamedRun, reads_constant
-from recollect.engine.graph.real_layouts import laid_out
+from recollect.engine.graph.recorder import Recorder
 from recollect.engine.graph.shared_memory import OtherMemoryError, SharedMemory
-from recollect.engine.graph.traced_op import AS_VIEWS, Layout, TracedOp, TracedTensor, grad_dtype_of, layout_of
-from recollect.engine.opcall import NO_MODES, current_settings
+from recollect.engine.graph.traced_op import TracedOp, TracedTensor, grad_dtype_of
 from recollect.programs.cut import UntraceableError
 
 _aten = torch.ops.aten
-_NO_OPS = frozenset({"prim", "profiler"})
 # The op that eager mode adds gradients with.
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
-RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
 
 # Formulas of gradients that look at numbers, but not at those of fake tensors: these get different formulas, with different
 # bits. Each with the position of the argument that it is the gradient of.
@@ -53,7 +49,16 @@ _ASK_DATA: Final = {
 }
 
 Tangents: TypeAlias = tuple[Any, ...]
-"""The strides of each gradient that backward begins with, None for one that is not there; last, where autocast is on."""
+"""The strides of each gradient that backward begins with, a `SpreadKind` for a DTensor, None for one that is not there; last,
+where autocast is on."""
+
+
+class SpreadKind(NamedTuple):
+    """What this process holds of a DTensor, and how it is spread."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    spec: Any
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +71,8 @@ class BackwardTrace:
     """The gradients that it begins with, without those that are not there."""
     gradients: list[list[TracedTensor]]
     """For each input, the addends of its gradient in eager mode, in order; empty for one without."""
+    specs: dict[TracedTensor, Any]
+    """How those are spread that are DTensors."""
 
 
 class Trace:
@@ -73,7 +80,9 @@ class Trace:
 
     Attributes:
         devices: types of those of its inputs.
-        inputs: the tensors that it reads, in the order of the graph's arguments.
+        inputs: the tensors that it reads, in the order of the graph's arguments; of DTensors, what this process holds.
+        spread_inputs: positions of the DTensors among them.
+        output_specs: how outputs are spread, where they are DTensors.
         outputs: what it returns; an input stands for itself.
         passed_on: inputs that it returns as they are, and their positions.
         needs_grad, is_parameter: for each input, whether it needs a gradient, and whether it is a parameter.
@@ -83,22 +92,18 @@ class Trace:
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], paths: dict[str, str | None]) -> None:
-        for node in graph.graph.nodes:
-            # A Function of the model's: its forward and its backward run as in eager mode.
-            if isinstance(node.target, HigherOrderOperator) and node.target.name() != "autograd_function_apply":
-                raise UntraceableError(f"it calls {node.target.name()}")
-        if reads_constant(graph):
-            raise UntraceableError("it reads a tensor that is a constant of its code")
-        if any(not isinstance(one, torch.Tensor) or is_traceable_wrapper_subclass(one) for one in inputs):
-            raise UntraceableError("it reads tensors of a subclass, such as DTensor")
-        from recollect._torch_dynamo import faked  # Here: it imports Dynamo.
-
+        _check(graph)
+        # A graph with DTensors also gets their meshes.
+        self._meshes = {index: one for index, one in enumerate(inputs) if isinstance(one, DeviceMesh)}
+        arguments, inputs = list(inputs), self.tensors_of(inputs)
+        self._fakes, parts = _faked([local_part(one) for one in inputs])
         self.devices = {one.device.type for one in inputs}
-        modes = [one.fake_mode for one in inputs if is_fake_tensor(one)]
-        self._fakes = modes[0] if modes else FakeTensorMode()
-        leaves = [one if is_fake_tensor(one) else faked(self._fakes, one) for one in inputs]
+        self.spread_inputs = [index for index, one in enumerate(inputs) if spec_of(one) is not None]
         with self._fakes, torch.enable_grad():
-            self._leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            self._leaves = [
+                spread(part.detach(), spec_of(one)).requires_grad_(one.requires_grad)
+                for part, one in zip(parts, inputs, strict=True)
+            ]
             # To which autograd casts gradients: FSDP2 gathers parameters in 16 bits, and adds up their gradients in 32.
             self._dtypes = {i: grad_dtype_of(p) for i, p in enumerate(inputs) if isinstance(p, torch.nn.Parameter)}
             for index, dtype in self._dtypes.items():
@@ -107,16 +112,19 @@ class Trace:
             for index, one in enumerate(inputs):
                 if not one.is_leaf:
                     self._leaves[index] = _aten.alias(self._leaves[index])
-            self._recorder = _Recorder()
-            self.inputs = [self._recorder.add(leaf, None) for leaf in self._leaves]
-            with self._recorder:
+            self._recorder = Recorder()
+            self.inputs = [self._recorder.add(local_part(leaf), None) for leaf in self._leaves]
+            leaves = iter(self._leaves)
+            given = [one if index in self._meshes else next(leaves) for index, one in enumerate(arguments)]
+            with self._recorder, watched_functions(self._recorder.watch_function):
                 try:
-                    outputs = NamedRun(graph, self._recorder, paths).run_or_leave(*self._leaves)
+                    outputs = NamedRun(graph, self._recorder, paths).run_or_leave(*given)
                 except DATA_DEPENDENT as error:
                     raise UntraceableError(f"what {error.func} gives back depends on data") from error
         self._outputs: list[torch.Tensor] = list(outputs)
         self.ops = self._recorder.ops
-        self.outputs = [self._recorder.known(output) for output in self._outputs]
+        self.outputs = [self._recorder.known(local_part(output)) for output in self._outputs]
+        self.output_specs = [spec_of(output) for output in self._outputs]
         # Outputs that are inputs, and no views of them.
         self.passed_on = {
             traced: index
@@ -154,11 +162,8 @@ class Trace:
     @property
     def usual_tangents(self) -> Tangents:
         """Of gradients that are there for each output that needs one, with its strides."""
-        strides = [
-            output.layout[1] if needs_grad else None
-            for output, needs_grad in zip(self.outputs, self.outputs_need_grad, strict=True)
-        ]
-        return *strides, ()
+        needs = zip(self.outputs, self.output_specs, self.outputs_need_grad, strict=True)
+        return *(_usual_kind(output, spec) if needs_grad else None for output, spec, needs_grad in needs), ()
 
     def _find_edges(self) -> list[tuple[Any, int, int]]:
         """Find the edges of the graph that lead to inputs: each a node, the position of its gradient, and of the input."""
@@ -180,8 +185,24 @@ class Trace:
                     pending.append(following)
         return found
 
-    def check_fits(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check what guards do not see.
+    def tensors_of(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the tensors among the graph's arguments.
+
+        Raises:
+            OtherMemoryError: a mesh of processes is not the traced one.
+        """
+        if not self._meshes:
+            return arguments
+        if any(arguments[index] != mesh for index, mesh in self._meshes.items()):
+            raise OtherMemoryError
+        return [one for index, one in enumerate(arguments) if index not in self._meshes]
+
+    def parts_of(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the tensors that programs read: of DTensors, what this process holds."""
+        return [local_part(one) for one in inputs] if self.spread_inputs else inputs
+
+    def check_fits(self, inputs: Sequence[Any], parts: Sequence[Any]) -> None:
+        """Check what guards do not see. `parts`: see `parts_of`.
 
         Raises:
             OtherMemoryError: its inputs share memory differently, or gradients have different types.
@@ -189,15 +210,21 @@ class Trace:
         for index, dtype in self._dtypes.items():
             if grad_dtype_of(inputs[index]) is not dtype:
                 raise OtherMemoryError
-        self._memory.check(inputs)
+        self._memory.check(parts)
 
     @contextmanager
-    def _counted(self) -> Iterator[Counter[int]]:
-        """Count the gradients that come to each input: some edges have none, or are not reached from these outputs."""
+    def _counted(self, specs: dict[TracedTensor, Any]) -> Iterator[Counter[int]]:
+        """Count the gradients that come to each input: some edges have none, or are not reached from these outputs.
+
+        `specs`: gets how those are spread that are DTensors.
+        """
         found: Counter[int] = Counter()
 
         def count(gradients: Any, _: Any, place: int, index: int) -> None:
-            found[index] += gradients[place] is not None
+            gradient = gradients[place]
+            found[index] += gradient is not None
+            if index in self.spread_inputs and gradient is not None:
+                specs[self._recorder.known(local_part(gradient))] = spec_of(gradient)
 
         handles = [node.register_hook(partial(count, place=place, index=leaf)) for node, place, leaf in self._edges]
         try:
@@ -215,18 +242,19 @@ class Trace:
     def _record_backward(self, tangents: Tangents) -> BackwardTrace:
         recorder = self._recorder
         needing = [index for index, needs_grad in enumerate(self.needs_grad) if needs_grad]
-        *all_strides, autocast = tangents
+        *kinds, autocast = tangents
         # Forward's autocast is on while a unit is traced.
         with self._fakes, nullcontext() if autocast else disable_autocast():
             given = [
-                (output, torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device))
-                for output, strides in zip(self._outputs, all_strides, strict=True)
-                if strides is not None
+                (output, _gradient(output, kind))
+                for output, kind in zip(self._outputs, kinds, strict=True)
+                if kind is not None
             ]
             recorder.begin_backward()
-            begun = [recorder.add(tangent, None) for _, tangent in given]
+            begun = [recorder.add(local_part(tangent), None) for _, tangent in given]
             found: Sequence[torch.Tensor | None] = [None] * len(needing)
-            with recorder, self._counted() as counts:
+            specs: dict[TracedTensor, Any] = {}
+            with recorder, self._counted(specs) as counts:
                 if needing and given:
                     found = torch.autograd.grad(
                         [output for output, _ in given],
@@ -240,9 +268,42 @@ class Trace:
         gradients: list[list[TracedTensor]] = [[] for _ in self.inputs]
         for index, gradient in zip(needing, found, strict=True):
             if gradient is not None:
-                total = recorder.known(gradient)
+                total = recorder.known(local_part(gradient))
                 gradients[index] = _added_up(total, counts[index])
-        return BackwardTrace(tangents, recorder.ops, begun, gradients)
+        if any(one not in specs for index in self.spread_inputs for one in gradients[index]):
+            raise UntraceableError("the gradients of a DTensor are spread in different ways before they are added up")
+        return BackwardTrace(tangents, recorder.ops, begun, gradients, specs)
+
+
+def _check(graph: fx.GraphModule) -> None:
+    """Refuse what cannot run on fake tensors as in eager mode."""
+    for node in graph.graph.nodes:
+        # A Function of the model's: its forward and its backward run as in eager mode.
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() != "autograd_function_apply":
+            raise UntraceableError(f"it calls {node.target.name()}")
+    if reads_constant(graph):
+        raise UntraceableError("it reads a tensor that is a constant of its code")
+
+
+def _faked(tensors: Sequence[Any]) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    """Return fake tensors that stand for real ones, or the fake ones that are given, and their mode."""
+    from recollect._torch_dynamo import faked  # Here: it imports Dynamo.
+
+    for one in tensors:
+        if not isinstance(one, torch.Tensor) or desugars(type(one)):
+            raise UntraceableError(f"it reads a {type(one).__name__}")
+    modes = [one.fake_mode for one in tensors if is_fake_tensor(one)]
+    mode = modes[0] if modes else FakeTensorMode()
+    return mode, [one if is_fake_tensor(one) else faked(mode, one) for one in tensors]
+
+
+def _usual_kind(output: TracedTensor, spec: Any) -> Any:
+    return output.layout[1] if spec is None else SpreadKind(*output.layout[:2], gradient_spec(spec))
+
+
+def _gradient(output: torch.Tensor, kind: Any) -> torch.Tensor:
+    shape, strides, spec = kind if isinstance(kind, SpreadKind) else (output.shape, kind, None)
+    return spread(torch.empty_strided(shape, strides, dtype=output.dtype, device=output.device), spec)
 
 
 def _added_up(total: TracedTensor, count: int) -> list[TracedTensor]:
@@ -258,134 +319,3 @@ def _added_up(total: TracedTensor, count: int) -> list[TracedTensor]:
         total, latest = op.reads
         found.append(latest)
     return [total, *reversed(found)]
-
-
-class _Recorder(OpMode):
-    """Notes each op, and which tensors are the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[TracedOp] = []
-        self.scope = ""
-        self.is_backward = False
-        self._settings = current_settings(NO_MODES)
-        self._counts: dict[tuple[str, str], int] = {}
-        self._tensors: dict[int, TracedTensor] = {}
-        self._by_place: dict[tuple[int, Layout], TracedTensor] = {}
-        self._storages: dict[int, int] = {}
-        self._num_tensors = 0
-        # So that no number of an object or of its memory is used twice.
-        self._held: list[Any] = []
-
-    def begin_backward(self) -> None:
-        self.ops = []
-        self.is_backward = True
-        # Views made by a different backward do not exist in this one.
-        own = [place for place, one in self._by_place.items() if one.maker is not None and one.maker.is_backward]
-        for place in own:
-            del self._by_place[place]
-
-    def add(self, tensor: torch.Tensor, maker: TracedOp | None) -> TracedTensor:
-        if tensor.layout is not torch.strided:
-            raise UntraceableError(f"it computes a tensor of layout {tensor.layout}")
-        storage = tensor.untyped_storage()
-        number = self._storages.setdefault(storage._cdata, len(self._storages))
-        traced = TracedTensor(self._num_tensors, number, storage.nbytes(), layout_of(tensor), maker)
-        self._num_tensors += 1
-        self._tensors[id(tensor)] = self._by_place[number, traced.layout] = traced
-        self._held += [tensor, storage]
-        return traced
-
-    def known(self, tensor: torch.Tensor) -> TracedTensor:
-        """Return the stand-in for a tensor; autograd makes new objects for some of those that it saves."""
-        found = self._tensors.get(id(tensor))
-        if found is None and tensor.layout is torch.strided:
-            number = self._storages.get(tensor.untyped_storage()._cdata, -1)
-            found = self._by_place.get((number, layout_of(tensor)))
-        if found is None:
-            raise UntraceableError("it reads a tensor that none of its ops made")
-        return found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented
-        if self.is_foreign() or func.namespace in _NO_OPS:
-            return func(*args, **kwargs)
-        facts = facts_of(func)
-        if facts.changes_layout_only and not torch.is_grad_enabled():
-            # A Function's result would be saved in the layout from before.
-            raise UntraceableError(f"a Function in it calls {func}, or code without gradients")
-        if func is _aten.lift_fresh.default and not is_fake_tensor(args[0]):
-            return self._constant(args[0])
-        run = func
-        if func in AS_VIEWS:
-            self._check_alone(func, args[0])
-            func, facts = AS_VIEWS[func], facts_of(AS_VIEWS[func])
-        if not self.is_backward and current_settings(NO_MODES) is not self._settings:
-            raise UntraceableError("it changes settings of PyTorch, which its program would not")
-        op = TracedOp(func, facts, (), {}, self.is_backward, torch.is_grad_enabled(), self.scope)
-        op.args, op.kwargs = self._bound(op, args), self._bound(op, kwargs)
-        op.written = frozenset(self.known(target).storage for target in facts.written_by(args, kwargs))
-        if not self.is_backward and op.has_grad and not facts.changes_nothing:
-            op.count = self._counts.get((self.scope, facts.name), 0)
-            self._counts[self.scope, facts.name] = op.count + 1
-        output = laid_out(func, facts, args, kwargs, run(*args, **kwargs))
-        if facts.is_view and not facts.is_collective and self._is_known_view(output):
-            return output
-        if func in RESHAPES:
-            self._skip_reshape(op)
-        op.is_random = facts.is_random and draws_numbers(facts, args, kwargs)
-        op.keeps = (facts.may_keep and must_keep_result(facts, args, output, kwargs)) or (
-            op.is_random and draws_unknown(facts, args, kwargs)
-        )
-        op.returns_one = isinstance(output, torch.Tensor)
-        results = output if isinstance(output, (list, tuple)) else (output,) if op.returns_one else ()
-        op.outputs = [self.add(result, op) if isinstance(result, torch.Tensor) else None for result in results]
-        self.ops.append(op)
-        return output
-
-    def _check_alone(self, func: Any, tensor: torch.Tensor) -> None:
-        """Refuse to change the shape of an input; and of a tensor with views, whose gradients fake tensors take differently."""
-        traced = self.known(tensor)
-        others = (one for number, one in self._tensors.items() if number != id(tensor))
-        if traced.maker is None or any(one.storage == traced.storage for one in others):
-            raise UntraceableError(f"it calls {func} on an input, or on a tensor with views")
-
-    def _constant(self, constant: torch.Tensor) -> torch.Tensor:
-        """Return what `torch.tensor` makes of numbers in the code: a new tensor in each call."""
-        op = TracedOp(_aten.clone.default, facts_of(_aten.lift_fresh.default), (constant,), {}, self.is_backward, False)
-        op.scope = self.scope
-        output: torch.Tensor = _aten.lift_fresh.default(constant)
-        op.outputs = [self.add(output, op)]
-        self.ops.append(op)
-        return output
-
-    def _is_known_view(self, output: Any) -> bool:
-        """Whether views are all of memory that is known under the same layouts: then they are the same tensors."""
-        views = output if isinstance(output, (list, tuple)) else (output,)
-        if not views or not all(isinstance(view, torch.Tensor) and view.layout is torch.strided for view in views):
-            return False
-        places = [(self._storages.get(view.untyped_storage()._cdata, -1), layout_of(view)) for view in views]
-        if not all(place in self._by_place for place in places):
-            return False
-        self._tensors.update((id(view), self._by_place[place]) for view, place in zip(views, places, strict=True))
-        self._held += views
-        return True
-
-    def _skip_reshape(self, op: TracedOp) -> None:
-        """Reshape the input of an earlier reshape, if that is contiguous."""
-        (before,) = op.reads
-        maker = before.maker
-        if maker is not None and maker.func in RESHAPES and maker.reads[0].is_contiguous:
-            op.reads = [maker.reads[0]]
-            op.args = (maker.reads[0], *op.args[1:])
-
-    def _bound(self, op: TracedOp, arguments: Any) -> Any:
-        def bound(argument: Any) -> Any:
-            if not isinstance(argument, torch.Tensor):
-                return argument
-            op.reads.append(self.known(argument))
-            return op.reads[-1]
-
-        return tree_map(bound, arguments)
