@@ -24,7 +24,7 @@ from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.measuring.device_memory import held_now, tensor_bytes
 from recollect.measuring.meter import storage_bytes
-from recollect.profile.events import BACKWARD
+from recollect.profile.events import BACKWARD, PHASE, RETURN
 from recollect.recording.step_recording import StepRecording
 from recollect.simulation.timeline import timeline
 
@@ -212,7 +212,10 @@ def expect(planned: PlannedStep) -> None:
     over_time = timeline(planned.profile, planned.plan)
     planned.begin_bytes = int(over_time.total_bytes[0]) if len(over_time.total_bytes) else 0
     backward = np.flatnonzero(over_time.phases == BACKWARD)
-    if len(planned.calls) > 1 or not len(backward) or not backward[0]:
+    log = planned.profile.log.events
+    begins = next((at for at, event in enumerate(log) if event[:2] == (PHASE, BACKWARD)), 0)
+    is_within = any(event[0] == RETURN for event in log[begins:])  # As where a layer takes a gradient of its own.
+    if len(planned.calls) > 1 or is_within or not len(backward) or not backward[0]:
         return
     total_bytes = over_time.total_bytes[: backward[0]]
     # Since the last unit began: the last step's output is replaced after the call, and the loop may compute the loss.
