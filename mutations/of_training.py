@@ -185,12 +185,13 @@ MUTATIONS = (
         "unnamed-values-kept",
         "an attached layer keeps what it computes at times, and no plan names, and steps exceed their budget",
         "engine/policy.py",
-        (
-            (
-                "return Action.RECOMPUTE if self.departs is not None and unit.recomputes_anything",
-                "return Action.KEEP if True",
-            ),
-        ),
+        (("return Action.RECOMPUTE if is_lean", "return Action.KEEP if is_lean"),),
+    ),
+    Mutation(
+        "empty-units-off-tape",
+        "an attached layer that computed nothing in the recorded step computes in later ones what nobody notices",
+        "engine/tape_engine.py",
+        ((" or not unit.actions]", "]"),),
     ),
     Mutation(
         "names-of-a-first-step-kept",

@@ -64,7 +64,8 @@ class Policy(Protocol):
 class PlanPolicy:
     """Looks values up in units' plans, and keeps values that it does not know; `tell` warns once if the model computes such.
 
-    With `departs`, which is then told of unit and value, those of units that recompute others are recomputed, too.
+    With `departs`, which is then told of unit and value, those of units that recompute others, or that computed nothing when
+    they were recorded, are recomputed, too.
     `unnamed` are units and values that it was asked for, did not know, and has not told of yet.
 
     A loop inside a module (over the experts that got tokens) may run an op more or fewer times than when the plan was
@@ -93,7 +94,7 @@ class PlanPolicy:
 
     def action(self, unit_path: str, value_name: str) -> Action:
         unit = self._units.get(unit_path)
-        if unit is None:
+        if unit is None or not (unit.actions or self.departs):
             return Action.KEEP
         action = unit.actions.get(value_name)
         if action is not None:
@@ -104,7 +105,8 @@ class PlanPolicy:
         if len(alike) == 1:
             return next(iter(alike))
         self.unnamed.add((unit_path, value_name))
-        return Action.RECOMPUTE if self.departs is not None and unit.recomputes_anything else Action.KEEP
+        is_lean = self.departs is not None and (unit.recomputes_anything or not unit.actions)
+        return Action.RECOMPUTE if is_lean else Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Whether the plan does anything but keep all of a module's values."""

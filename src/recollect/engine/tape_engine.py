@@ -46,7 +46,8 @@ def planned_forwards(
     drops_outputs = offloads or any(
         unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
     )
-    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
+    # And one that computed nothing when it was recorded may compute something in a later step.
+    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs or not unit.actions]
     shards = shards_of(model)
     _check_shards(units, shards)
     offload = Offload(model, units, host_bytes) if offloads else None

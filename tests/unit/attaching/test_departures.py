@@ -390,6 +390,30 @@ def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_rec
     assert all(map(has_same_bits, model.parameters(), plain.parameters()))
 
 
+class Skipped(nn.Sequential):
+    """Passes on what it gets at times, as stochastic depth does inside a layer."""
+
+    is_skipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.is_skipped else super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::recollect.errors.ConfigWarning")
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_a_layer_that_computed_nothing_in_the_recorded_step_is_recomputed_in_others(model: Blocks, engine: Any) -> None:
+    model.blocks = nn.ModuleList(Skipped(*block) for block in model.blocks)
+    with attached_loop("85%", model, SGD, engine=engine) as (_, optimizer, attached):
+        for number in range(2):
+            model.blocks[number].is_skipped = True
+            model.blocks[1 - number].is_skipped = False
+            said = r"^recollect: step 1 computed '0\.addmm' in unit 'blocks.0', which its plan does not name"
+            expected = pytest.warns(BudgetWarning, match=said) if number else nullcontext()
+            with expected, peak_on_cpu() if number else nullcontext([0]) as found:
+                step(model, optimizer, rows=512)
+        assert attached.budget_bytes is not None and 0 < found[0] <= attached.budget_bytes
+
+
 @pytest.mark.filterwarnings("ignore::recollect.errors.ConfigWarning")
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_layers_that_prepare_themselves_in_the_first_step_are_recorded_again_without_it(
