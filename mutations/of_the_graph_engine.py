@@ -349,6 +349,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "graph-unfinished-backward-held",
+        "a backward that ends within a layer, and keeps its graph, leaves what it computed again",
+        "engine/graph/node.py",
+        (("            at_end_of_backward(call.pause)\n", "            pass\n"),),
+    ),
+    Mutation(
         "graph-hooks-without-gradients",
         "hooks for a gradient that eager mode does not compute are called",
         "engine/graph/node.py",

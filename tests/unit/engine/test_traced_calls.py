@@ -23,6 +23,7 @@ from recollect.engine.graph.real_layouts import laid_out
 from recollect.engine.graph.trace import FakeTensorMode
 from recollect.engine.placed_forward import Applied
 from recollect.errors import ConfigWarning, MutatedValueError
+from recollect.measuring.meter import measure_peak
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 PATHS = ("0", "1", "2")
@@ -137,6 +138,18 @@ def test_gradients_of_inputs_first_and_of_parameters_one_by_one() -> None:
     lost = "a stage of a pipeline may split its backward, which takes traces from torch 2.13 on only"
     assert [forward.why_not for forward in traced_forwards(handle)] == ["" if SPLITS_FUNCTIONS else lost] * 3
     assert num_tape_calls(handle) == len(PATHS) * (1 if SPLITS_FUNCTIONS else 3)
+
+
+def test_a_backward_that_ends_within_a_layer_leaves_nothing_that_it_computed_again() -> None:
+    """As that of one weight does, which keeps the graph for the others, where gradients are there to add to."""
+    planned, x = model(), X.repeat(512, 1)
+    with traced(planned, PATHS, FULL) as handle:
+        for _ in range(2):
+            planned(x).sum().backward()
+        loss = planned(x).sum()
+        found = measure_peak(lambda: torch.autograd.grad(loss, planned[2].down.weight, retain_graph=True), device="cpu")
+        assert num_tape_calls(handle) == len(PATHS)
+        assert found.end_bytes - found.start_bytes < x.nbytes
 
 
 def test_a_step_that_looks_for_anomalies_runs_on_the_tape() -> None:

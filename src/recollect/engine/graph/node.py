@@ -18,7 +18,7 @@ import torch
 from recollect._torch_dtensor import local_part, spec_of, spread
 from recollect._torch_functions import goes_everywhere
 from recollect._torch_parallel import runs_in_ddp
-from recollect._torch_private import below_autograd, disable_autocast, keeps_graph
+from recollect._torch_private import at_end_of_backward, below_autograd, disable_autocast, keeps_graph
 from recollect.engine.content import glance_at
 from recollect.engine.draws import refuse_draws
 from recollect.engine.function_call import autocast_now
@@ -215,6 +215,8 @@ class TracedUnit:
         call.handed_over = []
         call.running = program.in_parts(given, call.handed_over), program
         call.next_stretch = 0
+        if keeps_graph():
+            at_end_of_backward(call.pause)
 
     def _stretch(self, call: _Call, stretch: int) -> tuple[Any, ...]:
         generator, program = call.running
@@ -278,6 +280,10 @@ class _Call:
 
     def began_with_same(self, gradients: list[Any]) -> bool:
         return 0 in self.found and all(one is before for one, before in zip(gradients, self.began_with, strict=True))
+
+    def pause(self) -> None:
+        """Let go of what an unfinished backward has computed: the next one begins again."""
+        self.running, self.next_stretch = None, -1
 
     def as_in_forward(self, run: Callable[[Any], Any], given: Any) -> Any:
         """Run ops below autograd and autocast, under the settings of forward."""
