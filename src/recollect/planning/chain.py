@@ -163,11 +163,13 @@ class Chain:
         return self._working.setdefault((self._kinds[row], number), {})
 
     def _earlier(self, choice: Choice) -> list[int]:
-        """Return, for each window, the bytes kept by the calls that are alive, except its own."""
-        before = self._before(choice)
+        """Return, for each window, the bytes kept by the calls that are alive, except its own: first of the units before it."""
+        options = [self._table.rows[row].options[choice[row]] for row in self.order]
+        kept_before = [0, *accumulate(option.kept_bytes for option in options)]
+        before = [kept_before[max(0, position)] for position, _ in self._places]
         if self._others is None:
             return before
-        kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self.order], dtype=float)
+        kept = np.array([option.kept_bytes for option in options], dtype=float)
         held = np.array([self._held[row][choice[row]] for row in self.order], dtype=float)
         more = self._others @ kept - self._in_forward * (self._alive @ held)
         return [nbytes + int(other) for nbytes, other in zip(before, np.rint(more), strict=True)]
@@ -178,12 +180,6 @@ class Chain:
         positions = np.array([position for position, _ in self._places])
         before = (np.arange(len(self.order)) < positions[:, None]).astype(float)
         return before if self._others is None else self._others + before
-
-    def _before(self, choice: Choice) -> list[int]:
-        """Return, for each window, the bytes kept by the units before its own."""
-        kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self.order)
-        before = [0, *accumulate(kept)]
-        return [before[max(0, position)] for position, _ in self._places]
 
     def estimate_s(self, budget_bytes: int) -> float:
         """Return the recompute seconds of the model's best plan, not simulated; inf if there is none."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
 from recollect.planning.alive_until_loss import HeldValues, held_values, layers_hold, with_held
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.fill import Filling
-from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
+from recollect.planning.hull import Evaluator, Option, Stored, spread, unit_hull
 from recollect.planning.lean_search import leanest
 from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options, working_bytes
 from recollect.planning.output_choices import (
@@ -269,7 +269,7 @@ def unit_options(graph: UnitGraph, *, keeps_output: bool = True, most_options: i
     produced = frozenset(i for i, _ in graph.made)
     useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
     most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
-    varied = _spread(corners, most_variations // _FEWEST_VALUES)
+    varied = spread(corners, most_variations // _FEWEST_VALUES)
     by_size = sorted(useful & produced, key=lambda v: (-graph.values[v].nbytes, v))
     values = sorted(by_size[: most_variations // len(varied)])
     can_be_parts = {part.value for part in graph.parts}
@@ -285,10 +285,6 @@ def unit_options(graph: UnitGraph, *, keeps_output: bool = True, most_options: i
     )
     rest = _undominated(graph, _evaluated(graph, variations, hull, keeps_output))
     return _thinned(rest, frozenset(option.stored for option in hull), most_options)
-
-
-def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
-    return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:
@@ -346,5 +342,5 @@ def _thinned(options: list[Option], hull: frozenset[Stored], most_options: int) 
     """Return at most `most_options` options, evenly spread; hull options always stay."""
     others = [option for option in options if option.stored not in hull]
     room = max(0, most_options - (len(options) - len(others)))
-    chosen = {option.stored for option in _spread(others, room)} | hull
+    chosen = {option.stored for option in spread(others, room)} | hull
     return tuple(option for option in options if option.stored in chosen)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Final
 
-from recollect.planning.hull import Option, Stored, unit_hull
+from recollect.planning.hull import Option, Stored, spread, unit_hull
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph
@@ -119,10 +119,7 @@ def engine_options(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Opti
         )
         for number, variant in enumerate(graph.variants)
     ]
-    on_tape = (
-        hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]
-    )
-    eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
+    eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in spread(hull, _MOST_ON_TAPE)]
     # All: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak.
     return (*sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s)), compiled[0])
 
@@ -168,7 +165,9 @@ def _values_of(graph: UnitGraph, is_meant: Callable[[OpRecord], bool]) -> frozen
 
 
 def _is_heavy(op: OpRecord) -> bool:
-    return _is_product(op) or _is_attention(op) or _is_foreign(op)
+    """Whether it is a product, attention, or opaque to the compiler: an op of a different library, or a custom Function."""
+    is_foreign = ":" in _op_name(op) or _op_name(op)[:1].isupper()
+    return _is_product(op) or _is_attention(op) or is_foreign
 
 
 def _is_product(op: OpRecord) -> bool:
@@ -177,12 +176,6 @@ def _is_product(op: OpRecord) -> bool:
 
 def _is_attention(op: OpRecord) -> bool:
     return "attention" in _op_name(op)
-
-
-def _is_foreign(op: OpRecord) -> bool:
-    """Whether the compiler cannot see into it: an op of a different library, or a custom Function."""
-    name = _op_name(op)
-    return ":" in name or name[:1].isupper()
 
 
 def _op_name(op: OpRecord) -> str:

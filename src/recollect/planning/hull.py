@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -169,6 +169,11 @@ def unit_hull(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, .
             add(lean, middle)
             add(middle, fat)
     return _descending(found.values(), fattest)
+
+
+def spread(options: Sequence[Option], most: int) -> Sequence[Option]:
+    """Return at most so many of the options, evenly spread."""
+    return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
 
 
 class Evaluator:

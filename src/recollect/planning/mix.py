@@ -67,14 +67,6 @@ class Limits:
         return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept], in_forward[kept])
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """The best point of the program: the share of each option, and seconds per byte of each window there."""
-
-    shares: NDArray[np.float64]
-    prices: NDArray[np.float64]
-
-
 class Mix:
     """Finds options of all units that together fit a budget."""
 
@@ -105,10 +97,10 @@ class Mix:
         point = self._point()
         if point is None:
             return None
-        found = [self._improved(start, point.prices) for start in self._starts(point.shares)]
-        best = min(
-            (one for one in found if one is not None), key=lambda one: float(self._seconds[one].sum()), default=None
-        )
+        shares, prices = point
+        fitting = [one for one in map(self._repaired, self._starts(shares)) if one is not None]
+        found = [self._exchanged(self._filled(one, prices), prices) for one in fitting]
+        best = min(found, key=lambda one: float(self._seconds[one].sum()), default=None)
         return None if best is None else (best - self._first).tolist()
 
     def faster(self, start: Sequence[int]) -> Iterator[list[int]]:
@@ -122,12 +114,8 @@ class Mix:
             switched[self._unit_of[option]] = int(option - self._first[self._unit_of[option]])
             yield switched
 
-    def _improved(self, start: NDArray[np.int64], prices: NDArray[np.float64]) -> NDArray[np.int64] | None:
-        fitting = self._repaired(start)
-        return None if fitting is None else self._exchanged(self._filled(fitting, prices), prices)
-
-    def _point(self) -> _Point | None:
-        """Return the program's best point; None if none fits."""
+    def _point(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return the program's best point: the share of each option, and seconds per byte of each window; None if none fits."""
         scale_s = float(np.abs(self._seconds).max(initial=0.0)) or 1.0
         result = linprog(
             self._seconds / scale_s,
@@ -139,7 +127,7 @@ class Mix:
         )
         if result.status != 0:
             return None
-        return _Point(result.x, np.maximum(-result.ineqlin.marginals, 0.0) * (scale_s / self._budget))
+        return result.x, np.maximum(-result.ineqlin.marginals, 0.0) * (scale_s / self._budget)
 
     def _starts(self, shares: NDArray[np.float64]) -> list[NDArray[np.int64]]:
         """Return the option with the largest share of each unit, and the slowest one with a share."""

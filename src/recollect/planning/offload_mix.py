@@ -53,18 +53,6 @@ class OffloadUnit:
     """Seconds of its windows, without recompute."""
 
 
-def offload_mix(
-    units: Sequence[OffloadUnit], link: Link, budget_bytes: int, host_bytes: int
-) -> list[NDArray[np.float64]] | None:
-    """Return the share of each option of each unit in the fastest mix; None if none fits the budget.
-
-    Complexity: a linear program with an unknown for each option, and five for each unit.
-    """
-    program = _Program(units, link, budget_bytes, host_bytes)
-    shares = program.solved()
-    return None if shares is None else np.split(shares, program.first[1:])
-
-
 class _Program:
     """Builds and solves the program; bytes are in parts of the budget."""
 
@@ -74,7 +62,7 @@ class _Program:
         self._link = link
         self._host = host_bytes / self._scale
         counts = [len(unit.leaving_bytes) for unit in units]
-        self.first = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(int)
+        self._first = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(int)
         self._num_shares, self._num_units = sum(counts), len(units)
         self._rows: list[list[tuple[int, float]]] = []
         self._limits: list[float] = []
@@ -90,7 +78,7 @@ class _Program:
     # The unknowns: shares, then for each unit the offloaded bytes, then for each window the bytes out and back, and the wait.
 
     def _shares(self, unit: int, factors: NDArray[np.float64]) -> list[tuple[int, float]]:
-        return list(enumerate(factors.tolist(), start=int(self.first[unit])))
+        return list(enumerate(factors.tolist(), start=int(self._first[unit])))
 
     def _offloaded(self, unit: int) -> int:
         return self._num_shares + unit
@@ -129,7 +117,11 @@ class _Program:
         away = [(column, -factor) for column, factor in (*gone, *returned)]
         self._add([*earlier, *own, *away], 1.0)
 
-    def solved(self) -> NDArray[np.float64] | None:
+    def solved(self) -> list[NDArray[np.float64]] | None:
+        """Return the share of each option of each unit in the fastest mix; None if none fits the budget.
+
+        Complexity: a linear program with an unknown for each option, and five for each unit.
+        """
         num_unknowns = self._of_window(2 * self._num_units, 0)
         seconds = np.zeros(num_unknowns)
         seconds[: self._num_shares] = np.concatenate([unit.backward.recompute_s for unit in self._units])
@@ -146,7 +138,7 @@ class _Program:
         result = linprog(
             seconds, A_ub=matrix, b_ub=self._limits, A_eq=equal, b_eq=np.ones(self._num_units), method="highs"
         )
-        return None if result.status != 0 else np.asarray(result.x[: self._num_shares])
+        return None if result.status != 0 else np.split(result.x[: self._num_shares], self._first[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +154,7 @@ class OffloadUnits:
 
     def plan(self, link: Link, budget_bytes: int, host_bytes: int) -> Plan | None:
         """Return a plan with the option of each unit that has the largest share, and no trips; None if nothing fits."""
-        shares = offload_mix(self.units, link, budget_bytes, host_bytes)
+        shares = _Program(self.units, link, budget_bytes, host_bytes).solved()
         if shares is None:
             return None
         choice = [0] * len(self.rows)
