@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from recollect._torch_parallel import group_ranks
 from recollect.costs.hardware import Hardware
 from recollect.costs.links import Cluster, CollectiveKind
-from recollect.costs.op_costs import Again, Key, OpRun, key_of
+from recollect.costs.op_costs import Key, OpRun, RunsAgain, key_of
 from recollect.costs.op_work import work_of
 from recollect.costs.roofline import Work, seconds
 from recollect.engine.facts import OpFacts
@@ -123,7 +123,7 @@ class ModelledCosts:
         self._seconds[key] = 0.0 if collective.ranks in self._hidden else time_s
         return OpRun(key, 0)
 
-    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again, *, is_joint: bool) -> OpRun:
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: RunsAgain, *, is_joint: bool) -> OpRun:
         """Return the cost key of a custom autograd Function: the keys of the ops `inner` that it has run."""
         key = key_of(again.kind, args, {})
         self._seconds[key] = math.fsum(self._seconds[run.key] for run in inner)

@@ -6,20 +6,24 @@ and the median counts; an op with too few samples for a median runs again at onc
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from recollect._torch_functions import without_modes
 from recollect._torch_parallel import waited_for
-from recollect._torch_private import keep_busy, tree_map
+from recollect._torch_private import below_autograd, disable_autocast, keep_busy, tree_map
+from recollect.engine.content import has_same_bits
 from recollect.engine.facts import OpFacts
+from recollect.engine.function_call import FunctionCall
+from recollect.engine.function_run import FunctionRun
 from recollect.garbage import without_collections
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
-from recollect.tensors import has_strides, shape_of
+from recollect.tensors import has_strides, shape_of, tensors_in
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -30,23 +34,36 @@ _LEAST_SAMPLES = 3
 _LONG_S = 0.5
 
 
-class Again(Protocol):
-    """Runs an earlier computation again."""
+class RunsAgain:
+    """Runs the recipe of a custom autograd Function's call, on the arguments of the call.
+
+    `are_equal`: whether all its results so far had the same bits as in the call. A forward that depends on hidden
+    state (a counter, a different library's random numbers) gives different results.
+    """
+
+    def __init__(self, run: FunctionRun, call: FunctionCall) -> None:
+        self._run = run
+        self._call = call
+        self.are_equal = True
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The key that distinguishes it from other work on arguments with the same layouts."""
-        ...
+        """The key that distinguishes calls with different work: the Function, what requires grad, and the results."""
+        needs_grad = tuple(tensor.requires_grad for tensor in tensors_in(self._run.args))
+        return (self._run.function, needs_grad, tuple(self._call.layouts))
 
-    def as_in_backward(self) -> AbstractContextManager[None]:
-        """Within the block, the other methods run as backward would run them."""
-        ...
+    @contextmanager
+    def as_in_backward(self) -> Iterator[None]:
+        """Within the block, `__call__` and `compare` run as backward would run them."""
+        with without_modes(), torch.enable_grad(), below_autograd(), disable_autocast():
+            yield
 
-    def __call__(self) -> list[Any]: ...
+    def __call__(self) -> list[Any]:
+        """Run it; return its results. Parameters are copied, as backward will have to gather them."""
+        return self._call(list(self._run.arguments.tensors), False, torch.clone)
 
     def compare(self, results: list[Any]) -> None:
-        """Compare results with the first run's."""
-        ...
+        self.are_equal &= all(has_same_bits(made.tensor, results[made.slot]) for made in self._run.made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +115,7 @@ class MeasuredCosts:
                 output = self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
 
-    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again, *, is_joint: bool) -> OpRun:
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: RunsAgain, *, is_joint: bool) -> OpRun:
         """Return the key to the costs of a custom autograd Function, which has run the ops `inner`, by running it again.
 
         `is_joint`: all ranks run it, each time.

@@ -10,6 +10,7 @@ from torch import nn
 from recollect._torch_fsdp import freed_after_forward, gathers_parameters
 from recollect._torch_functions import python_backward
 from recollect._torch_private import current_autograd_node, is_fake_tensor, next_autograd_node, tree_leaves, untraced
+from recollect.costs.op_costs import RunsAgain
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
@@ -23,7 +24,6 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
 from recollect.recording.event_log import Mark, Need
-from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import (
     Persistent,

@@ -30,6 +30,7 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.parts_trace import PartsTrace
 from recollect.measuring.timing import timed, work_clock
 from recollect.profile.profile import block_bytes
+from recollect.profile.variant import VariantRecord
 from recollect.recording.event_log import Death, settled
 from recollect.recording.fake_model import fake_run
 from recollect.recording.unit_samples import UnitSample
@@ -39,20 +40,10 @@ Part = list[tuple[int, int]]
 """Events of the allocator: (address, bytes; 0 for a free)."""
 
 
-@dataclass(frozen=True)
-class UnitTrace:
-    """What one run of a unit does to memory; see `VariantRecord` for the fields."""
-
-    held: tuple[int, ...]
-    own_bytes: int
-    forward_bytes: int
-    backward: tuple[tuple[int, int, int], ...]
-
-
 def trace_unit(
     sample: UnitSample, forward: Callable[..., Any], device: torch.device, trace: PartsTrace | None = None
-) -> UnitTrace:
-    """Run a unit once, forward and backward, and return what it does to memory.
+) -> VariantRecord:
+    """Run a unit once, forward and backward, and return what it does to memory: a variant with nothing else filled in.
 
     `forward`: of a copy of the unit, whose parameters have no gradients yet. It has run before, and compiles no more.
     `trace`: by default of the device's allocator.
@@ -123,7 +114,7 @@ class _Run:
             self.is_over = True
             self.trace.mark()
 
-    def found(self) -> UnitTrace:
+    def found(self) -> VariantRecord:
         _, forward, dropping, gradients, backward, _ = self.trace.parts
         made, forward_bytes = _played(forward)
         for address, _ in dropping:
@@ -133,11 +124,13 @@ class _Run:
         held = {address: value for address, value in values.items() if address not in freed}
         own = {address: nbytes for address, nbytes in made.items() if address not in values}
         sizes = {**own, **{address: nbytes for address, nbytes in gradients if address in self.gradients}}
-        return UnitTrace(
+        return VariantRecord(
+            kept=(),
             held=tuple(sorted({value for value in held.values() if value >= 0})),
             own_bytes=sum(own.values()),
             forward_bytes=forward_bytes,
             backward=tuple(_stretches(backward, sizes, held)),
+            step_s=0.0,
         )
 
 
@@ -271,7 +264,7 @@ class UnitRuns:
     def rounds(self, round_s: float) -> int:
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, round_s))))
 
-    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
+    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> VariantRecord:
         return trace_unit(sample, forward, self.device)
 
 
@@ -304,7 +297,7 @@ class ModelledRuns(UnitRuns):
         """Return 1: all are alike."""
         return 1
 
-    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
+    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> VariantRecord:
         self._storages = _Storages(self.device)
         try:
             return trace_unit(sample, forward, self.device, self._storages)

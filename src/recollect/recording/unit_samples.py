@@ -44,7 +44,6 @@ class Excerpt:
         self._stride = torch.empty_like(tensor, device="meta").stride()
         self._dim = max(range(tensor.dim()), key=tensor.size)
         self.part = tensor.narrow(self._dim, 0, -(-tensor.size(self._dim) // _EXCERPT)).clone()
-        self.nbytes = tensor.nbytes
 
     @staticmethod
     def stands_for(leaf: Any) -> bool:
@@ -83,10 +82,6 @@ class UnitSample:
     output_values: tuple[int, ...] = ()
     num_hooks: int = 0
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, (torch.Tensor, Excerpt)))
 
     @property
     def held_bytes(self) -> int:

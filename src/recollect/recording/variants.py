@@ -176,13 +176,9 @@ def _compiled(
     saved.add(_saved_by(cuts[0]))
     index_of = named_as_inside(_names_of(graph))
     kept = {index_of[name] for name in cuts[0].kept if name in index_of}
-    record = VariantRecord(
+    record = replace(
+        trace,
         kept=tuple(sorted(index for index in kept if not graph.values[index].is_output)),
-        held=trace.held,
-        own_bytes=trace.own_bytes,
-        forward_bytes=trace.forward_bytes,
-        backward=trace.backward,
-        step_s=0.0,
         is_default=keeps is None,
         is_estimated=runs.is_modelled,
     )

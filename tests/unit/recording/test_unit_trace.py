@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recollect.recording.unit_runs import UnitTrace, trace_unit
+from recollect.profile.variant import VariantRecord
+from recollect.recording.unit_runs import trace_unit
 from recollect.recording.unit_samples import UnitSample
 
 CPU = torch.device("cpu")
@@ -16,7 +17,7 @@ INPUT = ROWS * WIDTH * 4
 WEIGHT = WIDTH * WIDTH * 4
 
 
-def traced(module: nn.Module, *args: Tensor, trains: bool = True, outputs: tuple[int, ...] = (9,)) -> UnitTrace:
+def traced(module: nn.Module, *args: Tensor, trains: bool = True, outputs: tuple[int, ...] = (9,)) -> VariantRecord:
     """Trace a module whose arguments are the values 0, 1, ... of its unit."""
     values = tuple(range(len(args)))
     flags = tuple(trains and arg.is_floating_point() for arg in args)
