@@ -130,7 +130,11 @@ def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForw
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
     paths = {path for one in plans for path in one.units}
-    others = [*eager_forwards(model, paths, forwards, _compiled_paths(plans)), *loss_forwards(model, chunks[0])]
+    compiled = [{path for path, unit in one.units.items() if unit.engine is EngineChoice.COMPILE} for one in plans]
+    others = [
+        *eager_forwards(model, paths, forwards, set.intersection(*compiled)),
+        *loss_forwards(model, chunks[0]),
+    ]
     if not isinstance(plan, Plan):
         others.append(PlanPerMicroBatch(model, [known[id(one)] for one in plans]))
     others += first_call_forwards(model, agreement) if compares else []
@@ -195,11 +199,6 @@ def _by_engine(units: Mapping[str, UnitPlan]) -> dict[EngineChoice, dict[str, Un
     for path, unit in units.items():
         found.setdefault(unit.engine, {})[path] = unit
     return found
-
-
-def _compiled_paths(plans: Iterable[Plan]) -> set[str]:
-    compiled = [{path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE} for plan in plans]
-    return set.intersection(*compiled)
 
 
 def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -> None:

@@ -177,8 +177,10 @@ class Attached(Handle):
             self._optimizers_seen.note_call()
         step = self._now
         step.end_call(self._placement.units)
-        if not step.calls:
-            self._begin_step()
+        if not step.calls and self._structure.look():
+            self._placement.remove()
+            self._units = find_units(self.model, self._named_units)
+            self._placement.begin(self.unit_paths)
         described = describe_call(
             path, module, args, kwargs, self._structure, self._device.type, is_open=step.waits_for_backward()
         )
@@ -197,12 +199,6 @@ class Attached(Handle):
     def _end_call(self, output: Any) -> None:
         self._watch.end(self._now, self._structure, output)
         self._end.note_end_of_call()
-
-    def _begin_step(self) -> None:
-        if self._structure.look():
-            self._placement.remove()
-            self._units = find_units(self.model, self._named_units)
-            self._placement.begin(self.unit_paths)
 
     def _decide(self, call: Call) -> State:
         """Choose the plan, recorder or policy for a call, and put it in place; return which of them."""

@@ -46,7 +46,12 @@ def kind_of(batch: Any) -> Hashable:
     """
     leaves, structure = tree_flatten(batch)
     try:
-        kind = str(structure), tuple(_kind_of_leaf(leaf) for leaf in leaves)
+        kind = (
+            str(structure),
+            tuple(
+                (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
+            ),
+        )
         hash(kind)
     except TypeError:
         raise ArgumentError(
@@ -54,10 +59,6 @@ def kind_of(batch: Any) -> Hashable:
             "numbers and texts, which a captured step can tell apart."
         ) from None
     return kind
-
-
-def _kind_of_leaf(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
 
 
 class ModelState:

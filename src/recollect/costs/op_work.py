@@ -134,16 +134,12 @@ def _traffic_bytes(
         looked_up = max((t.numel() for t in (*results, *tensors) if t is not first), default=0)
         return read_bytes + written_bytes + min(touched_bytes(first), looked_up * first.element_size())
     if name in _OPS["scatter"] and facts.writes:
-        # Rows are read, added to, and written.
-        return read_bytes + 2 * min(touched_bytes(first), _source_bytes(tensors, first))
+        # Rows are read, added to, and written: as many bytes as the tensor of the target's dtype has, not the indices.
+        sources = (touched_bytes(t) for t in tensors if t is not first and t.dtype == first.dtype)
+        return read_bytes + 2 * min(touched_bytes(first), max(sources, default=0))
     if facts.writes:
         return read_bytes + touched_bytes(first) * (1 if facts.overwrites else 2)
     return read_bytes + touched_bytes(first) + written_bytes
-
-
-def _source_bytes(tensors: list[torch.Tensor], target: torch.Tensor) -> int:
-    """Return the bytes scattered into a target: of the tensor of its dtype, not of the indices."""
-    return max((touched_bytes(t) for t in tensors if t is not target and t.dtype == target.dtype), default=0)
 
 
 def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:

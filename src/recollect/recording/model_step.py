@@ -216,20 +216,15 @@ def find_loss(output: Any, name: str) -> Any:
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        scalars = _scalars_in(output)
+        # As in nanoGPT's `(logits, loss)`.
+        items = output if isinstance(output, (tuple, list)) else ()
+        scalars = [place for place, item in enumerate(items) if isinstance(item, torch.Tensor) and item.ndim == 0]
         given = f"loss_fn=lambda output: output[{scalars[0]}]" if len(scalars) == 1 else "loss_fn=lambda output: ..."
         raise RecordError(
             f"found no loss in the output of {name}, a {type(output).__name__}: expected `output.loss`, output['loss'] or a "
             f"scalar tensor. Put labels into the batch, or pass {given}"
         )
     return loss
-
-
-def _scalars_in(output: Any) -> list[int]:
-    """Return the positions of scalars in a tuple or list, as in nanoGPT's `(logits, loss)`."""
-    if not isinstance(output, (tuple, list)):
-        return []
-    return [place for place, item in enumerate(output) if isinstance(item, torch.Tensor) and item.ndim == 0]
 
 
 def describe_batch(batch: Any) -> str:

@@ -299,7 +299,8 @@ class _PartPlayback(Playback):
                 change = next(changes)
             for code, operands in instructions:
                 play[code](*operands)
-            self._end_piece()
+            self.settle()
+            self._note_piece()
         while change[0] != _NEVER:
             self._come_or_go(*change[1:])
             change = next(changes)
@@ -334,10 +335,6 @@ class _PartPlayback(Playback):
         del self.tensors[key]
         self.settle()
         self._is_between = False
-
-    def _end_piece(self) -> None:
-        self.settle()
-        self._note_piece()
 
     def _note_piece(self) -> None:
         most_bytes, change_bytes = self.window_peak_bytes - self._start_bytes, self.alive_bytes - self._start_bytes

@@ -226,23 +226,19 @@ def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
     return [node if isinstance(node, fx.Node) else None for node in found]
 
 
+@dataclass(eq=False)
 class _Tags:
     """The tags of one joint graph."""
 
-    def __init__(
-        self,
-        joint: fx.GraphModule,
-        names: Mapping[fx.Node, tuple[str, ...]],
-        words: Mapping[str, str],
-        units: Sequence[str],
-        num_outputs: int,
-    ) -> None:
-        self.joint = joint
-        self.names = names
-        self.words = words
-        self.units = units
-        self.outputs = [node for node in _results(joint)[:num_outputs] if node is not None]
-        self.needed = _needed_by(joint, self.outputs)
+    joint: fx.GraphModule
+    names: Mapping[fx.Node, tuple[str, ...]]
+    words: Mapping[str, str]
+    units: Sequence[str]
+    num_outputs: int
+
+    def __post_init__(self) -> None:
+        self.outputs = [node for node in _results(self.joint)[: self.num_outputs] if node is not None]
+        self.needed = _needed_by(self.joint, self.outputs)
 
     def put(self) -> None:
         held = self._held()
