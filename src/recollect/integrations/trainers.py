@@ -2,7 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -18,26 +19,21 @@ from recollect.planning.planners import Engine
 from recollect.ranks.members import Presence
 
 
+@dataclass(eq=False)
 class BudgetCallback:
     """The common base of `MemoryBudget` for all trainers; each documents its arguments."""
 
-    def __init__(
-        self,
-        budget: int | str = DEFAULT_BUDGET,
-        *,
-        on_larger: OnLarger = "replan",
-        units: Iterable[str] | None = None,
-        host_budget: int | str = 0,
-        engine: Engine = "tape",
-        measure: bool = False,
-    ) -> None:
+    budget: int | str = DEFAULT_BUDGET
+    _: KW_ONLY
+    on_larger: OnLarger = "replan"
+    units: Iterable[str] | None = None
+    host_budget: int | str = 0
+    engine: Engine = "tape"
+    measure: bool = False
+
+    def __post_init__(self) -> None:
         self._check_library()
-        self.budget = budget
-        self.on_larger: OnLarger = on_larger
-        self.units = listed(units)
-        self.host_budget = host_budget
-        self.engine: Engine = engine
-        self.measure = measure
+        self.units = listed(self.units)
         self.attached: Attached | None = None
         self._presence = Presence("MemoryBudget")
         self._logged: list[dict[str, float]] = []
@@ -125,7 +121,7 @@ class CacheOff:
         self._configs = []
 
 
-def in_wrapper(paths: Sequence[str] | None, wrapped: nn.Module, model: nn.Module) -> list[str] | None:
+def in_wrapper(paths: Iterable[str] | None, wrapped: nn.Module, model: nn.Module) -> list[str] | None:
     """Return paths of a model's modules as paths in its wrapper.
 
     Example:

@@ -51,25 +51,6 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class OtherAllocations:
-    """Measures the bytes that a CUDA device holds besides a step's tensors while the step runs.
-
-    These are the bytes held before the first run, plus those that runs leave behind, such as workspaces of libraries.
-    """
-
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        self._device = device
-        self._before_bytes = other_bytes(device, tensors)
-        self._first_bytes: int | None = None
-
-    def before_step(self) -> int:
-        """Return the bytes; call this just before each run of the step, always with the same tensors in memory."""
-        now_bytes = allocated_bytes(self._device)
-        if self._first_bytes is None:
-            self._first_bytes = now_bytes
-        return self._before_bytes + max(0, now_bytes - self._first_bytes)
-
-
 class _MallInfo(ctypes.Structure):
     """The result of glibc's `mallinfo2`; see its manual page."""
 

@@ -133,32 +133,31 @@ class _Found:
     peaks_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
+@dataclass(eq=False)
 class _Search:
     """Descends from a split to its neighbours, and remembers every rank that it planned, and every split."""
 
-    def __init__(
-        self,
-        layers: Sequence[Profile],
-        split_layers: Sequence[Profile],
-        schedule: PipelineSchedule,
-        budget: int | str,
-        send_s: float,
-    ) -> None:
-        self._layers = layers
-        self._recorded = RecordedPieces(layers, split_layers)
-        self._schedule = schedule
-        self._send_s = send_s
+    layers: Sequence[Profile]
+    split_layers: Sequence[Profile]
+    schedule: PipelineSchedule
+    budget: int | str
+    send_s: float
+
+    def __post_init__(self) -> None:
+        self._recorded = RecordedPieces(self.layers, self.split_layers)
         self._planner = cache(rank_planner)
         self._plan = cache(self._planned)
         self._plain = cache(self._plain_s)
         self._at = cache(self._planned_at)
-        num_stages = schedule.num_stages
-        share, rest = divmod(len(layers), num_stages)
+        num_stages = self.schedule.num_stages
+        share, rest = divmod(len(self.layers), num_stages)
         self._even = tuple(share + (stage < rest) for stage in range(num_stages))
         ranks = self._pipeline(self._even).ranks
         self._plain_peak_bytes = max(self._planner(rank).plain_peak_bytes for rank in ranks)
-        device_bytes = min(profile.device_memory_bytes for profile in layers)
-        self._budget_bytes = parse_budget(budget, reference_bytes=self._plain_peak_bytes, device_bytes=device_bytes)
+        device_bytes = min(profile.device_memory_bytes for profile in self.layers)
+        self._budget_bytes = parse_budget(
+            self.budget, reference_bytes=self._plain_peak_bytes, device_bytes=device_bytes
+        )
 
     def result(self) -> PipelineSplit:
         best = min(self._descend(start) for start in dict.fromkeys([self._even, self._fastest_plain()]))
@@ -173,13 +172,13 @@ class _Search:
             )
         pipeline = self._pipeline(best.sizes)
         predicted = pipeline.predicted(
-            best.plans, best.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
+            best.plans, best.peaks_bytes, send_s=self.send_s, budget_bytes=self._budget_bytes
         )
         even = self._at(self._even)
         return PipelineSplit(tuple(pipeline.pieces_of), predicted, None if even.shortfall_bytes else even.step_s)
 
     def _pipeline(self, sizes: tuple[int, ...]) -> Pipeline:
-        return Pipeline(self._schedule, self._recorded, sizes)
+        return Pipeline(self.schedule, self._recorded, sizes)
 
     def _planned(self, rank: Rank) -> Plan | BudgetTooSmallError:
         try:
@@ -197,7 +196,7 @@ class _Search:
             best = found
 
     def _plain_s(self, sizes: tuple[int, ...]) -> float:
-        return self._pipeline(sizes).step_s([Plan({})] * len(self._layers), send_s=self._send_s)
+        return self._pipeline(sizes).step_s([Plan({})] * len(self.layers), send_s=self.send_s)
 
     def _descend(self, start: tuple[int, ...]) -> _Found:
         best = self._at(start)
@@ -220,7 +219,7 @@ class _Search:
         fitting = [plan for plan in chosen if isinstance(plan, Plan)]
         plans = pipeline.plans_of_pieces(fitting)
         peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in fitting)
-        return _Found(0, pipeline.step_s(plans, send_s=self._send_s), sizes, plans, peaks_bytes)
+        return _Found(0, pipeline.step_s(plans, send_s=self.send_s), sizes, plans, peaks_bytes)
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from recollect.applying import apply, without_plans
 from recollect.arguments import check_kind
 from recollect.errors import NotYetError
 from recollect.loss.intercept import loss_in_chunks
-from recollect.measuring.device_memory import OtherAllocations, empty_cache, memory_bytes
+from recollect.measuring.device_memory import allocated_bytes, empty_cache, memory_bytes, other_bytes
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
@@ -110,9 +110,9 @@ def verify(
     # Otherwise one compares fewer units than the others, and they wait for each other at different places.
     check_same_plans([plan], ranks)
     # Before anything is copied here.
-    others = OtherAllocations(given.device, resident_tensors(model, batch, optimizer))
+    others_bytes = other_bytes(given.device, resident_tensors(model, batch, optimizer))
     verified: VerifiedStep = BatchStep(given) if step is None else OwnStep(given)
-    check = _Check(verified, others, ranks, is_timed=time)
+    check = _Check(verified, others_bytes, ranks, is_timed=time)
     text, most = _work(plan, compare, is_timed=time)
     with stage(text, total=most) as verified.done, verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
@@ -162,7 +162,8 @@ def _all_fit(ranks: Ranks, step: Step) -> bool:
 @dataclass(eq=False)
 class _Check:
     step: VerifiedStep
-    others: OtherAllocations
+    others_bytes: int
+    """Bytes that a CUDA device held besides the step's tensors before anything was copied."""
     ranks: Ranks
     is_timed: bool
 
@@ -172,6 +173,7 @@ class _Check:
         # On CUDA they are among the others.
         buckets = GradientBuckets(self.model, may_communicate=True)
         self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0
+        self.first_bytes: int | None = None
 
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
@@ -268,7 +270,11 @@ class _Check:
             self.step.clear()
         self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
-        baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step() + self.buckets_bytes
+        # Runs leave something behind, such as workspaces of libraries; each is measured with the same tensors in memory.
+        now_bytes = allocated_bytes(self.device)
+        self.first_bytes = now_bytes if self.first_bytes is None else self.first_bytes
+        others_bytes = self.others_bytes + max(0, now_bytes - self.first_bytes)
+        baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + others_bytes + self.buckets_bytes
         empty_cache(self.device)
         with stage("measuring the peak"):
             measured = measure_peak(self.step.loop, device=self.device, baseline_bytes=baseline_bytes)
