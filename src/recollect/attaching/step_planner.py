@@ -200,7 +200,6 @@ class StepPlanner:
         return needed_bytes - reserve.held_bytes(active.profile, active.plan, step.skipped())
 
     def _after(self, step: StepUnderWay, departure: Departure, active: PlannedStep, more_bytes: int | None) -> _Next:
-        """Return what is to follow a step that departed from its plan."""
         is_read, is_unnamed = departure.more_bytes is not None, departure.unnamed is not None
         # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
         is_larger = not is_read and any(step.beyond()) and step.are_all_foreseen()

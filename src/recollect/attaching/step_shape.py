@@ -202,7 +202,6 @@ class Structure:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def with_gradients(self) -> frozenset[int]:
-        """Return the positions of the parameters that have gradients now."""
         return frozenset(at for at, parameter in enumerate(self.parameters) if parameter.grad is not None)
 
     def look(self) -> bool:

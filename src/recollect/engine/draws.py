@@ -300,8 +300,6 @@ class FunctionDraws:
 
 
 class _RandomMode(OpMode):
-    """Sees to random ops."""
-
     def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func)
         if not facts.is_random or (facts.keeps and not takes_generator(func)):

@@ -272,7 +272,6 @@ def _unannotated_writes(namespace: str, name: str) -> tuple[int, ...]:
 
 
 def results_of(output: Any) -> Sequence[Any]:
-    """Return what an op has made, be it one result or several."""
     return output if isinstance(output, (tuple, list)) else (output,)
 
 

@@ -148,8 +148,6 @@ class CollectiveFunction:
 
 
 class _WatchedFunction:
-    """Runs a Function that is one op of the tape."""
-
     def __init__(self, mode: FunctionMode, run: FunctionRun) -> None:
         self._mode = mode
         self._run = run

@@ -65,8 +65,6 @@ def forget_content(storage: torch.UntypedStorage) -> None:
 
 
 class _Note(NamedTuple):
-    """The content of a part of a storage."""
-
     version: int
     checksum: int
     label: _Label

@@ -138,8 +138,6 @@ class _LossForward(PlacedForward):
 
 
 class _HeadForward(PlacedForward):
-    """The forward of the LM head."""
-
     def __init__(self, module: nn.Module, loss: _LossForward) -> None:
         super().__init__(module)
         self.loss = loss

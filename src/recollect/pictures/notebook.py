@@ -100,8 +100,6 @@ def _peak(report: PeakReport) -> str:
 
 
 class _Html(str):
-    """A cell that is HTML already."""
-
     __slots__ = ()
 
 

@@ -67,7 +67,6 @@ def set_title(axes: Any, title: str, note: str) -> None:
 
 
 def save_png(figure: Any, out: Path | BytesIO) -> None:
-    """Write a figure, to a file or into memory."""
     from PIL import Image  # a dependency of matplotlib
 
     drawn = BytesIO()

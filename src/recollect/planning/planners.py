@@ -336,7 +336,6 @@ class OffloadPlanner(Planner):
         return best
 
     def _finished(self, found: _Found, budget_bytes: int) -> Plan:
-        """Return a plan with its predictions, after a simulation of all of it."""
         simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
         made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
         bound_s = self._host_bound.added_s(budget_bytes)

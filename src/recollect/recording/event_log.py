@@ -92,7 +92,6 @@ class EventLog:
         self.num_settled = start + len(events)
 
     def death_of(self, thing: object, means: Any) -> Death:
-        """Have an object's death added; return the reference to it."""
         death = Death(thing, self.append)
         death.means = means
         self._deaths.append(death)

@@ -282,8 +282,6 @@ def _timed(model: nn.Module, inputs: Tensor, device: torch.device, clock: Any) -
 
 
 class _FewOps(nn.Module):
-    """A layer of three ops."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.weight = _weight(device, _WIDTH)
@@ -333,8 +331,6 @@ class _Chain(nn.Module):
 
 
 class _Modules(nn.Module):
-    """A layer whose ops are in modules inside it."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.parts = nn.Sequential(*(_FewOps(device) for _ in range(_NUM_MODULES)))

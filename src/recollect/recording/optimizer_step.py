@@ -371,7 +371,6 @@ class _TinyShapes:
         self._primes = (n for n in count(2) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
     def tiny(self, shape: torch.Size) -> list[int]:
-        """Return the tiny shape that represents a parameter's shape."""
         if shape not in self._shapes:
             numel = shape.numel()
             if len(shape) < 2:

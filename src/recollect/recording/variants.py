@@ -98,8 +98,6 @@ class _CannotCompileError(Exception):
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled forward, and the values it keeps."""
-
     forward: Callable[..., Any]
     record: VariantRecord
     compile_s: float

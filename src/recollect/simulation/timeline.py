@@ -260,8 +260,6 @@ def _total(bytes_of: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 class _Categories:
-    """Assigns storages to categories."""
-
     def __init__(self, lives: Lifetimes) -> None:
         self._phases = lives.phases
         self._backwards, self._optimizers = (_begins(lives.phases == phase) for phase in (BACKWARD, OPTIMIZER))

@@ -228,8 +228,6 @@ def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
 
 @dataclass(eq=False)
 class _Tags:
-    """The tags of one joint graph."""
-
     joint: fx.GraphModule
     names: Mapping[fx.Node, tuple[str, ...]]
     words: Mapping[str, str]

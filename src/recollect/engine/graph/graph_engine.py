@@ -98,8 +98,6 @@ class _NotTracedError(Exception):
 
 
 class _Tracing(threading.local):
-    """The unit that this thread traces."""
-
     unit: GraphForward | None = None
 
 
@@ -250,7 +248,6 @@ class GraphForward(PlacedForward):
         return None
 
     def _traced(self, kind: Kind, call: Any) -> Any:
-        """Trace the unit, and run it."""
         from recollect import _torch_dynamo as dynamo
 
         if gathers_inside(self.module):
