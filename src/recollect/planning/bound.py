@@ -119,13 +119,6 @@ class LowerBound:
         away: limits on the host memory of plans that offload at these moments; by default, plans do not offload.
 
     Complexity: a minimum cut and a small linear program, a few times per budget (80 layers: 0.02 s each).
-
-    Example:
-        >>> from recollect.profile.events import ALLOC, FREE, StepLog
-        >>> step = StepLog(((ALLOC, 0, 512), (FREE, 0)))
-        >>> bound = LowerBound(Profile((), (), step, step_s=1.0))
-        >>> bound.added_s(512), bound.added_s(511)
-        (0.0, inf)
     """
 
     def __init__(

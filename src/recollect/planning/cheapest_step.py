@@ -73,21 +73,6 @@ class CheapestStep:
 
     Complexity: a maximum flow among a node for each op and value of the step at each priced moment. 80 layers: 15 ms for one
         priced moment, 60 ms for twelve.
-
-    Example:
-        >>> from recollect.planning.checkpoint_times import checkpoint_times
-        >>> from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
-        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
-        >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
-        >>> events = ((OP, 0, 0), (SAVE, 0, 1, 0, 0), (DIES, 0, 1), (PHASE, BACKWARD), (USE, 0), (RELEASE, 0))
-        >>> log = StepLog(events)
-        >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
-        >>> step = CheapestStep(profile, checkpoint_times(profile, [2]))
-        >>> [
-        ...     (cut.cost_s, (cut.choice.runs_until > 0).tolist())
-        ...     for cut in (step.at(np.array([s])) for s in (0.01, 0.1))
-        ... ]
-        [(1.0, [False]), (5.0, [True])]
     """
 
     def __init__(self, profile: Profile, times: CheckpointTimes) -> None:

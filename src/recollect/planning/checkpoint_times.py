@@ -59,13 +59,6 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
             backward begins it, where most bytes are alive under every plan, and where most are alive if everything is kept.
 
     Complexity: two walks over the events, then the number of moments times the number of values.
-
-    Example:
-        >>> from recollect.profile.events import ALLOC, FREE, StepLog
-        >>> log = StepLog(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 1)))
-        >>> found = checkpoint_times(Profile((), (), log, step_s=1.0))
-        >>> found.events.tolist(), found.fixed_bytes.tolist()
-        ([1], [576])
     """
     scan = _Scan(profile)
     fixed_bytes, phases, stages = (np.array(a, dtype=np.int64) for a in (scan.fixed_bytes, scan.phases, scan.stages))

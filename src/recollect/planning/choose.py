@@ -56,15 +56,6 @@ class Planner:
 
     Raises:
         ProfileFormatError: as `recollect.plan`.
-
-    Example:
-        >>> import torch, recollect
-        >>> from torch import nn
-        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-        >>> planner = Planner(recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True))
-        >>> plans = [planner.plan(budget) for budget in ("100%", "98%")]
-        >>> plans[0].predicted_slowdown, plans[1].predicted_peak_bytes <= plans[1].budget_bytes
-        (0.0, True)
     """
 
     @without_collections()

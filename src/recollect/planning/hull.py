@@ -177,14 +177,7 @@ def spread(options: Sequence[Option], most: int) -> Sequence[Option]:
 
 
 class Evaluator:
-    """Evaluates sets of kept values for one unit.
-
-    Example:
-        >>> from recollect.profile.graph import OpRecord, ValueRecord
-        >>> values = (ValueRecord("x", 64, producer=None), ValueRecord("h", 256, producer=0, saved=True))
-        >>> Evaluator(UnitGraph(values, (OpRecord("h", (0,), (1,), 0.5),))).option([]).recompute_s
-        0.5
-    """
+    """Evaluates sets of kept values for one unit."""
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool = True) -> None:
         values = graph.values

@@ -29,19 +29,6 @@ def fold(profile: Profile) -> Profile:
     renumbered.
 
     Complexity: a few passes over the events.
-
-    Example:
-        >>> from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RETURN, WORK
-        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
-        >>> graph = UnitGraph((ValueRecord("h", 8, producer=0),), (OpRecord("h", (), (0,), 1.0),))
-        >>> calls = [UnitCall("layer", 0) for _ in range(64)]
-        >>> def micro_step(call):
-        ...     return (PHASE, FORWARD), (OP, call, 0), (DIES, call, 0), (RETURN, call), (PHASE, BACKWARD), (WORK, 8)
-        >>> log = tuple(event for call in range(64) for event in micro_step(call))
-        >>> whole = Profile((graph,), tuple(calls), StepLog(log), step_s=192.0)
-        >>> folded = fold(whole)
-        >>> len(folded.log.events), [call.num_runs for call in folded.calls]
-        (6, [64])
     """
     found = StepReader(profile).read()
     runs = _runs(found)

@@ -149,15 +149,6 @@ def present_state_bytes(optimizers: Any, device: torch.device) -> int:
     """Return the bytes of the state that the optimizers have now on a device, in blocks of its allocator.
 
     Step counts and state that was moved to the CPU do not count on a GPU.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.zeros(10, requires_grad=True)
-        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-        >>> weight.sum().backward()
-        >>> optimizer.step()
-        >>> present_state_bytes([optimizer], torch.device("cpu"))
-        40
     """
     storages = storages_of(on_device(state_tensors(optimizers), device))
     return sum(block_bytes(storage.nbytes(), device.type) for storage in storages)
