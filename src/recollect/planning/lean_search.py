@@ -110,7 +110,12 @@ class _Descent:
         """Lower the peaks until nothing helps."""
         self._measure_ends(frozenset(free_outputs))
         for softness in _SOFTNESS:
-            self._lower(softness * self._scale)
+            temperature = softness * self._scale
+            self._improves(temperature)
+            for _ in range(_MOST_ROUNDS):
+                self._measure_nearby(temperature)
+                if not self._improves(temperature):
+                    break
 
     def flip(self, rows: Iterable[int]) -> None:
         """Keep dropped outputs, or drop kept ones, where that helps."""
@@ -162,13 +167,6 @@ class _Descent:
                 for option in self._units.ends(row, keeps_output):
                     if option not in self._effects[mover]:
                         self._measure(mover, option)
-
-    def _lower(self, temperature: float) -> None:
-        self._improves(temperature)
-        for _ in range(_MOST_ROUNDS):
-            self._measure_nearby(temperature)
-            if not self._improves(temperature):
-                return
 
     def _measure_nearby(self, temperature: float) -> None:
         """Measure the next values that units in high windows could keep or drop."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from recollect.byte_format import least_amount
@@ -23,7 +24,7 @@ from recollect.planning.choose import HOST_ADVICE, Planner
 from recollect.planning.clocked_planner import tape_planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trace_planner import TracePlanner
-from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
+from recollect.planning.trips import HASTES, LINK_SHARE, TripPlanner, link_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
@@ -260,23 +261,14 @@ class OffloadPlanner(Planner):
     def _offloaded(self, base: Plan, budget_bytes: int, hastes: Sequence[float] = HASTES) -> _Found | None:
         """Return a plan that offloads the fewest of its kept values that bring it within the budget; None if it cannot fit."""
         planner = self._trip_planner(base)
-        names = self._fitting_names(planner)
+        # The first values that fit in host memory.
+        sums_bytes = accumulate(map(planner.nbytes, planner.names))
+        names = [name for name, nbytes in zip(planner.names, sums_bytes, strict=True) if nbytes <= self._host_bytes]
         for haste in hastes:
             found = self._with_fewest(planner, names, budget_bytes, haste)
             if found is not None:
                 return found
         return None
-
-    def _fitting_names(self, planner: TripPlanner) -> list[Name]:
-        """Return the first values that fit in host memory."""
-        room = self._host_bytes
-        names = []
-        for name in planner.names:
-            room -= planner.nbytes(name)
-            if room < 0:
-                break
-            names.append(name)
-        return names
 
     @cached_property
     def _units(self) -> OffloadUnits | None:

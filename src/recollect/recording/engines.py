@@ -235,7 +235,13 @@ def with_engine(
         return profile
 
     def measured() -> Profile:
-        _check_backward(profile)
+        for name, is_set in {
+            "retain_graph": any(True for _ in profile.log.operands(PEEK)),
+            "create_graph": any(graph.why_not_traced for graph in profile.graphs),
+        }.items():
+            if is_set:
+                needs = "compiled code that runs backward twice"
+                raise _not_yet("compile", name, True, needs, f"Make the step's backward without {name}")
         runs = UnitRuns(device) if hardware is None else ModelledRuns(device, hardware, profile.kernels)
         return with_variants(profile, samples, runs, compiled=compiled)
 
@@ -250,17 +256,6 @@ def check_host_engine(engine: str, host_budget: int | str) -> None:
     """
     if engine not in ("tape", "auto") and parse_bytes(host_budget):
         raise _not_yet(engine, "host_budget", host_budget, "copies to host memory", "Leave out host_budget")
-
-
-def _check_backward(profile: Profile) -> None:
-    """Refuse to compile units of a step whose backward runs twice over one graph."""
-    for name, is_set in {
-        "retain_graph": any(True for _ in profile.log.operands(PEEK)),
-        "create_graph": any(graph.why_not_traced for graph in profile.graphs),
-    }.items():
-        if is_set:
-            needs = "compiled code that runs backward twice"
-            raise _not_yet("compile", name, True, needs, f"Make the step's backward without {name}")
 
 
 def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:

@@ -60,17 +60,13 @@ class _TwoClocks(ClockedPlayback):
         return {**super().actions(), WAIT: self._wait}
 
     def work(self, op: OpRecord) -> None:
-        self._issue(self._issue_s(), op.time_s)
+        is_on_tape = self.is_recomputing and self.call not in self._traced
+        self._issue(self._times.again_op_s if is_on_tape else self._times.forward_op_s, op.time_s)
         if any(word in op.name for word in _WAITS):
             self._wait()
 
     def _wait(self, _call: int = -1) -> None:
         self.host_s = max(self.host_s, self.device_s)
-
-    def _issue_s(self) -> float:
-        if self.is_recomputing and self.call not in self._traced:
-            return self._times.again_op_s
-        return self._times.forward_op_s
 
     def _work_outside(self, nbytes: int, time_ns: int = 0) -> None:
         issue_s = self._times.backward_op_s if self.phase == BACKWARD else self._times.forward_op_s
