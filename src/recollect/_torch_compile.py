@@ -86,7 +86,9 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         # These create and inspect real memory, unseen by fake tensors.
         names |= {
             "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-            "reinterpret_tensor": _reinterpreted,
+            "reinterpret_tensor": lambda tensor, size, stride, offset=0: tensor.as_strided(
+                size, stride, tensor.storage_offset() + offset
+            ),
             "assert_size_stride": _nothing,
             "assert_alignment": _nothing,
         }
@@ -100,10 +102,6 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         inductor_config.patch(settings),
     ):
         yield
-
-
-def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def _nothing(*_: Any) -> None:

@@ -196,8 +196,9 @@ def _tracing_as_eager() -> Iterator[None]:
                 recompile_limit=_MOST_TRACES,
                 accumulated_recompile_limit=2**20,
                 run_gc_after_compile=False,
+                # Methods that libraries add to loggers and that say the same only once: the tape's call has said it.
                 ignore_logging_functions=dynamo_config.ignore_logging_functions
-                | {mark_static_address, *_logging_once()},
+                | {mark_static_address, *(own for own in vars(logging.Logger).values() if hasattr(own, "cache_info"))},
             ),
         ):
             warnings.simplefilter("ignore")
@@ -205,11 +206,6 @@ def _tracing_as_eager() -> Iterator[None]:
     finally:
         mark_static_address._dynamo_forbidden = True
         answers.update(before)
-
-
-def _logging_once() -> set[Callable[..., Any]]:
-    """Return the methods of loggers, which libraries add, that say the same only once: the tape's call has said it."""
-    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
 
 
 def _fake_grouped_mm(

@@ -69,8 +69,9 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
         if type(vars(module).get("loss_chunks")) is int:
             return [_ChunksForward(module, num_chunks)]
     for module in model.modules():
-        head = _head_of(module)
-        if head is not None and "labels" in inspect.signature(module.forward).parameters:
+        find = getattr(module, "get_output_embeddings", None)
+        head = find() if callable(find) else None
+        if isinstance(head, nn.Module) and "labels" in inspect.signature(module.forward).parameters:
             _check_head(head, type(module).__name__, num_chunks)
             loss = _LossForward(module, num_chunks, without_gradients=without_gradients)
             return [loss, _HeadForward(head, loss)]
@@ -150,12 +151,6 @@ class _HeadForward(PlacedForward):
         _check_hooks(head, call.model_name, call.num_chunks)
         hidden = args[0] if args else kwargs["input"]
         return DeferredLogits.of_head(call, hidden, head.weight, head.bias)
-
-
-def _head_of(module: nn.Module) -> nn.Module | None:
-    find = getattr(module, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    return head if isinstance(head, nn.Module) else None
 
 
 def _check_head(head: nn.Module, name: str, num_chunks: int) -> None:

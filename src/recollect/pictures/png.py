@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from recollect.byte_format import format_bytes
-from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
+from recollect.pictures.curves import MemoryCurve, Span, memory_curve
 from recollect.pictures.style import (
     BOUND,
     CATEGORY_COLORS,
@@ -147,7 +147,10 @@ def memory_figure(found: Timeline) -> Any:
     unit_bytes, unit = byte_unit(highest_bytes)
     axes.set(xlim=(0, curve.end), ylim=(0, 1.13 * highest_bytes / unit_bytes))
     _stack(axes, found, curve, unit_bytes)
-    _draw_plain(axes, plain, unit_bytes, time_unit_of(profile))
+    curve_of_plain = memory_curve(plain, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
+    nbytes = plain.total_bytes[curve_of_plain.moments] / unit_bytes
+    label = f"without recompute, {format_bytes(plain.report.peak_bytes)}"
+    axes.plot(curve_of_plain.start, nbytes, color=PALE, linewidth=0.9, drawstyle="steps-post", label=label, zorder=4)
     if most_host_bytes:
         host = found.host_bytes[curve.moments] / unit_bytes
         label = f"in host memory, at most {format_bytes(most_host_bytes)}"
@@ -197,13 +200,6 @@ def _stack(axes: Any, found: Timeline, curve: MemoryCurve, unit_bytes: int) -> N
         above = below + np.append(nbytes, nbytes[-1])
         axes.fill_between(edges, below, above, step="post", color=CATEGORY_COLORS[category], linewidth=0)
         below = above
-
-
-def _draw_plain(axes: Any, plain: Timeline, unit_bytes: int, time_unit: TimeUnit) -> None:
-    curve = memory_curve(plain, num_points=_NUM_POINTS, time_unit=time_unit)
-    nbytes = plain.total_bytes[curve.moments] / unit_bytes
-    label = f"without recompute, {format_bytes(plain.report.peak_bytes)}"
-    axes.plot(curve.start, nbytes, color=PALE, linewidth=0.9, drawstyle="steps-post", label=label, zorder=4)
 
 
 def _draw_phases(axes: Any, curve: MemoryCurve) -> None:

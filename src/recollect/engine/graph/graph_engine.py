@@ -275,7 +275,13 @@ class GraphForward(PlacedForward):
             raise _NotTracedError from error
         finally:
             _tracing.unit = None
-        self._tell_if_long(perf_counter() - begin)
+        seconds = perf_counter() - begin
+        if seconds > _LONG_S:
+            warn_user(
+                f"recollect: tracing {unit_words(self.path)} took {seconds:.0f} s. To train without that, plan it with "
+                "engine='tape'.",
+                ConfigWarning,
+            )
         self._remember(kind)
         return output
 
@@ -295,14 +301,6 @@ class GraphForward(PlacedForward):
         if plan is None or not plan.drops_outputs:
             return False
         return any(map(is_dropped, tree_leaves((args, kwargs))))
-
-    def _tell_if_long(self, seconds: float) -> None:
-        if seconds > _LONG_S:
-            warn_user(
-                f"recollect: tracing {unit_words(self.path)} took {seconds:.0f} s. To train without that, plan it with "
-                "engine='tape'.",
-                ConfigWarning,
-            )
 
     def _on_tape(self, args: Any, kwargs: Any, note: Kind | None = None) -> Any:
         for scope in self._scopes:
@@ -349,7 +347,7 @@ class GraphForward(PlacedForward):
         check_code(self.module)
         trace = Trace(graph, inputs, self._scopes_of(graph))
         noted = self._noted[self._kind]
-        found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]
+        found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if not op.facts.changes_nothing]
         if found != noted:
             raise UntraceableError(other_ops(found, noted))
         # Dynamo holds it until the traced code is gone, which this object holds: it must not hold this object.

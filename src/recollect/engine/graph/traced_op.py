@@ -94,10 +94,6 @@ class TracedOp:
         return [argument for argument in arguments if argument is not None]
 
     @property
-    def is_noted(self) -> bool:
-        return not self.facts.changes_nothing
-
-    @property
     def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Shapes and strides of its results."""
         return [output.layout[:2] for output in self.outputs if output is not None]

@@ -104,8 +104,9 @@ class Offload:
             self._flight = Flight()
         self._flight.is_running = True
         call = self._flight.begin_call()
-        if not call:
-            self._mark_constants()
+        if not call and (model := self._model()) is not None:
+            for tensor in strided_tensors([*model.parameters(), *model.buffers()]):
+                vars(tensor.untyped_storage())[_CONSTANT] = True
         return self._flight, call
 
     def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
@@ -127,12 +128,6 @@ class Offload:
         planned = self._units.get(unit)
         flight.add(sent, call, _NEXT if planned is None else planned.trips.get(name, _NEXT))
         return sent
-
-    def _mark_constants(self) -> None:
-        model = self._model()
-        if model is not None:
-            for tensor in strided_tensors([*model.parameters(), *model.buffers()]):
-                vars(tensor.untyped_storage())[_CONSTANT] = True
 
     def _warn_that_it_stays(self, unit: str, name: str) -> None:
         if not self.num_stayed:
@@ -197,7 +192,11 @@ class Flight:
         backward = current_backward()
         if backward != self._backward:
             if self._may_repeat:
-                self._begin_again()
+                # The next backward over a graph that the last one kept.
+                self._waiting = Counter(self._marks)
+                self._last = max(self._marks, default=-1)
+                self._reached = -1
+                self.timetable.begin_again()
             self._backward, self._may_repeat = backward, keeps_graph()
             self.has_turned = True
         while self._last > 0 and not self._waiting[self._last]:
@@ -222,13 +221,6 @@ class Flight:
             self.timetable.end()
         except Exception:  # noqa: S110
             pass  # Python is about to end.
-
-    def _begin_again(self) -> None:
-        """Begin the next backward over a graph that the last one kept."""
-        self._waiting = Counter(self._marks)
-        self._last = max(self._marks, default=-1)
-        self._reached = -1
-        self.timetable.begin_again()
 
 
 Place: TypeAlias = tuple[Flight, int]
