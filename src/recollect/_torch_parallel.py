@@ -295,7 +295,7 @@ def processes_of(model: nn.Module) -> list[Sequence[int]]:
 def _processes_of_wrapper(module: Any) -> Sequence[int]:
     """Return the processes of FSDP1's wrapper; no public name tells those that a hybrid strategy replicates shards over."""
     if module._device_mesh is not None:
-        return module._device_mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
+        return module._device_mesh.mesh.flatten().tolist()
     if hasattr(module, "_inter_node_pg"):
         return range(torch.distributed.get_world_size())
     return torch.distributed.get_process_group_ranks(module.process_group)

@@ -213,8 +213,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
     """Return the mapping in a text of YAML, TOML or JSON; None if it is a log or a script."""
     if suffix == ".toml" or _LOOKS_LIKE_TOML.search(text):
         try:
-            table: dict[str, Any] = tomllib.loads(text)
-            return table
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as problem:
             if suffix == ".toml":
                 raise DiagnosisError(

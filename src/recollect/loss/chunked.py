@@ -19,7 +19,7 @@ NOTE [ Rounding ]
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -109,10 +109,9 @@ def chunked_cross_entropy(
         part=part,
     )
     with torch.autocast(device_type, enabled=False):
-        loss: Any = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, -2), weight, bias, labels.flatten(), settings
         )
-    return cast(Tensor, loss)
 
 
 @dataclass(frozen=True)

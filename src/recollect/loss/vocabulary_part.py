@@ -105,8 +105,7 @@ def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         raise _other_split("hidden", hidden)
     if hidden.placements[0].is_shard(hidden.dim() - 1):
         raise _other_split("hidden", hidden)
-    whole: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return whole
+    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _local(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -116,8 +115,7 @@ def _local(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     if not isinstance(tensor, DTensor) or not _is_over(tensor, group) or not tensor.placements[0].is_shard(0):
         raise _other_split(name, tensor)
-    local: Tensor = tensor.to_local()
-    return local
+    return tensor.to_local()
 
 
 def _is_over(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -83,7 +83,7 @@ class Filling:
         free = (budget_bytes - np.array(window_peaks, dtype=float))[:, None]
         counts = np.stack([self._alive[:, list(row.calls)].sum(axis=1) for row in table.rows], axis=1)
         each = np.where(counts > 0, free / np.maximum(counts, 1), np.inf)
-        return each.min(axis=0).tolist()  # type: ignore[no-any-return]
+        return each.min(axis=0).tolist()
 
     def _steps(self, table: OptionTable, row: int, option: Option) -> list[_Step]:
         unit = table.rows[row]

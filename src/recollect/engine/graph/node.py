@@ -150,7 +150,7 @@ class TracedUnit:
             made = _Node.apply(call, *[inputs[index] for index in self._given_inputs])  # type: ignore[no-untyped-call]
         passed_on = trace.passed_on
         if not passed_on:
-            return made  # type: ignore[no-any-return]
+            return made
         found = iter(made)
         return [inputs[passed_on[one]] if one in passed_on else next(found) for one in trace.outputs]
 

@@ -108,8 +108,7 @@ class SelfAttention(nn.Module):
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
 
 
 class UpProjection(nn.Module):
@@ -180,8 +179,7 @@ class LatentAttention(nn.Module):
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
 
 
 class FusedCoreAttention(nn.Module):
@@ -244,8 +242,7 @@ class UnfusedCoreAttention(nn.Module):
         if self.training and self.dropout:
             probabilities_BKGTS = F.dropout(probabilities_BKGTS, self.dropout)
         mixed_BKXE = probabilities_BKGTS.flatten(2, 3) @ v_BSKE.transpose(1, 2)
-        mixed_BTKGE: Tensor = mixed_BKXE.unflatten(2, (-1, num_positions)).permute(0, 3, 1, 2, 4)
-        return mixed_BTKGE.flatten(2)
+        return mixed_BKXE.unflatten(2, (-1, num_positions)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:

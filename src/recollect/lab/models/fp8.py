@@ -113,8 +113,7 @@ class Fp8Product(nn.Module):
             number = _numbers[self] = _next_number()
             _products[number] = self
         tensors = itertools.chain.from_iterable((*inputs, *weights))
-        out: Tensor = _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
-        return out
+        return _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
 
     def casts(self, tensor: Tensor, role: str, expert_N: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
         """Cast along the last dimension, and along the one before it.
@@ -277,7 +276,7 @@ def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype)
         else:
             scale = scale.squeeze(-1).expand(*scale.shape[:-2], length)
         scales.append(scale.contiguous())
-    out_bf16: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]
         left.values.contiguous(),
         right.values.contiguous().mT,
         scales[0],
@@ -286,8 +285,7 @@ def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype)
         _TYPES.RowWise,
         offs=ends_E,
         output_dtype=torch.bfloat16,
-    )
-    return out_bf16.to(dtype)
+    ).to(dtype)
 
 
 def _aligned(scale: Tensor) -> Tensor:

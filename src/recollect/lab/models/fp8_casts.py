@@ -50,8 +50,7 @@ class Cast(NamedTuple):
 
 def _blocks(matrix: Tensor, counts: Sequence[int]) -> Tensor:
     """View a matrix as [..., rows of blocks, r, columns of blocks, c]."""
-    blocks: Tensor = matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
-    return blocks
+    return matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
 
 
 def _over_blocks(scale: Tensor) -> Tensor:

@@ -69,8 +69,7 @@ class MLP(nn.Module):
         self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=out_std, config=config)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(x)))
-        return out
+        return self.linear_fc2(self.activation_func(self.linear_fc1(x)))
 
 
 class GroupedLinear(nn.Module):
@@ -121,8 +120,7 @@ class GroupedLinear(nn.Module):
             group_S: the group of each row; only 8-bit products need it.
         """
         if self.fp8 is not None:
-            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
-            return out_SO
+            return self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -237,5 +235,4 @@ class MoELayer(nn.Module):
         rows_SD = self.experts(rows_SD, routing.probabilities_NJ.flatten()[order_S], expert_S, ends_E)
         # Undo the sort: the inverse of a permutation is its argsort.
         rows_SD = rows_SD[order_S.argsort()]
-        out_ND: Tensor = rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
-        return out_ND
+        return rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)

@@ -171,8 +171,7 @@ class TopKRouter(nn.Module):
             scores_BTE, is_chosen_BTE = scores_BTE.flatten(0, 1).unsqueeze(0), is_chosen_BTE.flatten(0, 1).unsqueeze(0)
         counts_BE = self.sequence.counts(is_chosen_BTE.sum(dim=1))
         share_BE = counts_BE / (topk * scores_BTE.shape[1] * self.sequence.ranks)
-        loss: Tensor = weight * self.num_experts * (share_BE * scores_BTE.mean(dim=1)).sum(dim=-1).mean()
-        return loss
+        return weight * self.num_experts * (share_BE * scores_BTE.mean(dim=1)).sum(dim=-1).mean()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Keep the bias in fp32 under `.bfloat16()` and the like, where its small updates would be rounded away."""

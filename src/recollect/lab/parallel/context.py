@@ -8,7 +8,7 @@ Shape legend: B batch   T positions of the whole sequence   L positions of a chu
     K key and value heads   C channels of one
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,7 @@ class SequencePart(WholeSequence):
 
     def shared(self, loss: Tensor) -> Tensor:
         """Return the mean of the ranks' losses, the same bits on every rank; backward starts from this rank's loss."""
-        mean: Any = _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
-        return cast(Tensor, mean)
+        return _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
 
     def counts(self, counts_BE: Tensor) -> Tensor:
         return summed(counts_BE, self.group)

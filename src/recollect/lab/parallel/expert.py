@@ -131,8 +131,7 @@ class SharedGroups(GroupedLinear):
 
     def own(self, parameter: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
-        own: Tensor = parameter.to_local()
-        return own
+        return parameter.to_local()
 
 
 def _part(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:

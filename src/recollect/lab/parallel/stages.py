@@ -6,7 +6,7 @@ A rank's parameters have their names in the whole model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,7 @@ class LossStage(GPTModel):
             self._count(statistics)
             return self._with_losses(x_BTD, statistics)
         if labels is None:
-            logits_BTV: Tensor = self.output_layer(x_BTD)
-            return logits_BTV
+            return self.output_layer(x_BTD)
         tokens = x if self.is_first else tokens
         if tokens is None:
             if self.mtp is not None and self.training:
@@ -92,8 +91,7 @@ class LossStage(GPTModel):
             return x_BTD
         loss = torch.stack(losses).sum()
         self.router_losses.append(self.sequence.shared(loss.detach()))
-        result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
-        return cast(Tensor, result)
+        return _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
 
 
 class _WithLoss(torch.autograd.Function):

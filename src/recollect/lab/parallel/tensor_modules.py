@@ -14,7 +14,7 @@ Shape legend: B batch   T positions   L positions of this rank   D hidden_size
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,7 @@ def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
 def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
     """Return the whole of a tensor; each rank has a part of the sum that is its gradient, and backward adds these up."""
     whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
-    own: Tensor = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return own
+    return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class SequenceLinear(Linear):
@@ -195,8 +194,7 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
     """
     logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
     own_N = labels_N - get_rank(group) * logits_NV.shape[1]
-    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
-    return cast(Tensor, loss)
+    return _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):

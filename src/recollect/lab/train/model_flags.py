@@ -253,8 +253,7 @@ def parse_layer_freq(text: str) -> int | Sequence[int]:
             f"moe_layer_freq: got {text!r}, expected a number of at least 1 or a list of 0 and 1 for each layer, "
             f"such as [0]*3+[1]*58."
         )
-    frequency: int | Sequence[int] = value
-    return frequency
+    return value
 
 
 _MOST_LAYERS = 10_000

@@ -140,8 +140,7 @@ def plan_stages(session: Session) -> PipelinePlans:
         for profiles in reversed(ranks.gather({} if processes.rank % same_stages else own, Place.START)):
             found.update(profiles)
         made = ranks.together(lambda: plan(budget) if processes.is_first else None, Place.PLANNED)
-        result: PipelinePlan = ranks.gather(made, Place.PLANNED)[0]
-        return result
+        return ranks.gather(made, Place.PLANNED)[0]
 
     if flags.loss_chunks == "auto":
         assert flags.memory_budget is not None  # else there is nothing to plan

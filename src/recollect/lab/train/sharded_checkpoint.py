@@ -208,8 +208,7 @@ def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], r
     """Return the random number states of a process; None if the checkpoint has a different layout."""
     if manifest.layout != layout:
         return None
-    found: dict[str, Any] = torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
-    return found
+    return torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
 
 
 def _random_name(rank: int) -> str:
