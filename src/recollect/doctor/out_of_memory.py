@@ -35,7 +35,6 @@ class MemoryMessage:
     """The numbers in PyTorch's out-of-memory message (1.x to 2.13), in bytes; None where it has none."""
 
     tried_bytes: int
-    """Bytes that could not be allocated."""
     capacity_bytes: int | None
     """Of the device."""
     free_bytes: int | None

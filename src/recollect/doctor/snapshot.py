@@ -46,7 +46,6 @@ class Snapshot:
     """A snapshot of one device."""
 
     place: str
-    """The file's name."""
     reserved_bytes: int
     """Bytes that PyTorch holds on the device."""
     free_blocks_bytes: tuple[int, ...]

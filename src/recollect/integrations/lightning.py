@@ -108,7 +108,6 @@ class _TrainingStep:
         return getattr, (self._module, "training_step")
 
     def take_off(self) -> None:
-        """Restore the module's earlier method."""
         del self._module.training_step
         if self._own is not None:
             self._module.training_step = self._own

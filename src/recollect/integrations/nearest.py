@@ -19,11 +19,9 @@ class Nearest(Generic[Settings]):
     """The best that a different tool can do within a plan's budget, and its cost."""
 
     settings: Settings
-    """The settings of the other tool."""
     plan: Plan
     """The plan they stand for, with its predicted peak and slowdown."""
     wanted: Plan
-    """The plan that they stand for."""
     budget_bytes: int
     """The budget of the plan, or its peak if it has none."""
     lost_s: float

@@ -115,7 +115,6 @@ class CacheOff:
             config.use_cache = False
 
     def remove(self) -> None:
-        """Switch it on again where it was on."""
         for config in self._configs:
             config.use_cache = True
         self._configs = []

@@ -83,8 +83,6 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
 
 
 class _ChunksForward(PlacedForward):
-    """Sets the model's own attribute; its forward runs unchanged."""
-
     def __init__(self, module: nn.Module, num_chunks: int) -> None:
         super().__init__(module)
         self.num_chunks = num_chunks

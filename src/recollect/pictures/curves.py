@@ -36,7 +36,6 @@ class MemoryCurve:
     moments: NDArray[np.int64]
     """For each interval, the moment (index in the timeline) with most bytes alive."""
     peak_at: float
-    """Position of the peak."""
     phases: tuple[Span, ...]
     """Forward, loss, backward, optimizer step."""
     units: tuple[Span, ...]

@@ -250,7 +250,6 @@ class Pipeline:
         )
 
     def peaks_bytes(self, plans: Sequence[StagePlans]) -> tuple[int, ...]:
-        """Return the most bytes that each rank holds under given plans of the pieces."""
         found = []
         for number in range(len(self.schedule.ranks)):
             own = [plans[piece] for piece in self.pieces_of_rank(number)]

@@ -201,7 +201,6 @@ class Rank:
     """Actions of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`."""
     num_micro_batches: int
     loop: Loop
-    """That runs the actions."""
     as_needed: bool
     receives: tuple[tuple[PipelineAction, PipelineAction], ...]
     """Whether, and before which action, it makes a buffer when it is needed; see `PipelineSchedule`."""

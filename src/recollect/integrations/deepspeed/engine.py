@@ -157,7 +157,6 @@ class AttachedEngine(Attached):
         engine.step = self._step
 
     def remove(self) -> None:
-        """Remove the plan and stop watching; do nothing the second time."""
         super().remove()
         vars(self._engine).pop("step", None)
 
@@ -224,7 +223,6 @@ def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
 
 
 def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) -> None:
-    """Raise if a model cannot be planned."""
     kind = type(model).__name__
     if isinstance(model, deepspeed.PipelineModule):
         raise NotYetError(

@@ -86,7 +86,6 @@ class Rule:
     when: str = ""
     """The settings that break it, in words, where `breaks` does not say."""
     megatron: str = "ValueError"
-    """Megatron's answer, in words."""
     ours: Answer = "error"
     """recollect's answer; "free" breaks Megatron's rule, as `recollect doctor` says, but none of ours."""
     why: str = ""
@@ -150,7 +149,6 @@ def _value(config: RecomputeSettings, setting: TrainingSetting | None, name: str
 
 
 def read_table(package: str, name: str) -> Any:
-    """Return what a YAML file of a package holds."""
     return parse_yaml((resources.files(package) / name).read_text(encoding="utf-8"))
 
 

@@ -65,11 +65,9 @@ class Subject:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    """Over the model's parameters."""
     batch: dict[str, Tensor]
     """One micro-batch, as keywords of the model; all micro-batches of a step are the same."""
     num_microbatches: int
-    """Micro-batches per step."""
     num_tokens: int
     """Tokens per micro-batch."""
     device: torch.device

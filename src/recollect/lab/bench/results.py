@@ -35,11 +35,9 @@ class Row:
     result: Result = "ok"
     """The outcome, compared with a golden result if there is one."""
     note: str = ""
-    """The reason for the result, if it needs one."""
     versus_golden: float | None = None
     """Model FLOP/s relative to the golden result, minus one; None without a golden result."""
     golden_name: str = ""
-    """The golden setting it was compared with."""
     predicted_peak_bytes: int | None = None
     predicted_slowdown: float | None = None
     """Predictions of the plan; the slowdown is of forward and backward."""
@@ -78,7 +76,6 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second; None if no step was timed."""
         return None if self.step_s is None else self.num_tokens / self.step_s
 
     @property
@@ -116,7 +113,6 @@ class BenchResults:
         return any(row.result in regressions or (row.is_oom and row.golden_name == row.name) for row in self.rows)
 
     def to_json(self) -> str:
-        """Return the document; `from_json` reads it back."""
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
         rows = [{**asdict(row), "fields": dict(row.fields)} for row in self.rows]
         return json.dumps({"format": _FORMAT, "version": _VERSION, **numbers, "rows": rows}, indent=2, allow_nan=False)

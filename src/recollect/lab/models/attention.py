@@ -98,7 +98,6 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
-        """Mix positions; position t sees 0..t."""
         projected = self.linear_qkv(x_BTD)
         parts = projected if isinstance(projected, tuple) else projected.split(self.sizes, dim=-1)
         q_BTHC, k_BTKC, v_BTKC = (part.unflatten(-1, (-1, self.kv_channels)) for part in parts)
@@ -175,7 +174,6 @@ class LatentAttention(nn.Module):
         self.linear_proj = Linear(values, hidden, bias=config.add_bias_linear, init_std=out_std, config=config)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """Mix positions; position t sees 0..t."""
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)

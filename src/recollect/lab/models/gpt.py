@@ -315,7 +315,6 @@ class GPTModel(nn.Module):
 
     @property
     def routers(self) -> list[TopKRouter]:
-        """The routers of all layers that have experts, in order."""
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:

@@ -115,7 +115,6 @@ class GPTModelProvider(SimpleNamespace):
         return RecomputeConfig(**self._values(RecomputeConfig))
 
     def training_setting(self) -> TrainingSetting:
-        """Return the other settings that the rules for recompute depend on."""
         return TrainingSetting(**self._values(TrainingSetting))
 
     def finalize(self) -> None:

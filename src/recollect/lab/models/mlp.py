@@ -220,7 +220,6 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """Return the output for the residual stream, and the router's statistics."""
         routing: Routing = self.router(x_BTD)
         out_BTD = self._routed(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
         if self.shared_experts is not None:

@@ -37,7 +37,6 @@ class Routing(NamedTuple):
     """The routes of the tokens of a forward."""
 
     experts_NJ: Tensor
-    """The chosen experts, int64."""
     probabilities_NJ: Tensor
     """Weights of their outputs, fp32."""
     statistics: RouterStatistics
@@ -85,7 +84,6 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights; reset biases and counts to zero."""
         nn.init.normal_(self.weight, std=self.init_std)
         for buffer in self.buffers():
             nn.init.zeros_(buffer)

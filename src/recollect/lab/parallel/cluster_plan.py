@@ -65,7 +65,6 @@ class ClusterPlan:
 
     @property
     def slowdown(self) -> float:
-        """Overhead of recompute in the pipeline; 0.03 is 3 %."""
         return self.planned.slowdown
 
     @property

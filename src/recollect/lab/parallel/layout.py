@@ -99,7 +99,6 @@ class DeviceLayout(PipelineLayout):
         self.layers_of_stages(config.num_layers)
 
     def check_sequence(self, seq_length: int) -> None:
-        """Check that sequences can be split like this."""
         ranks, parts = self.context_parallel_size, self.tensor_model_parallel_size if self.sequence_parallel else 1
         if ranks > 1:
             # Two chunks each, one from the front and one from the back.
@@ -111,7 +110,6 @@ class DeviceLayout(PipelineLayout):
             )
 
     def check_devices(self, world_size: int) -> None:
-        """Check that as many processes run as the layout has devices."""
         if world_size != self.num_devices:
             sizes = [f"{name.split('_')[0]} {getattr(self, name)}" for name in _AXES]
             clash(
@@ -222,13 +220,11 @@ class ParallelFlags:
 
     @property
     def sharding(self) -> Sharding:
-        """The state that the ranks of data parallelism share."""
         if self.use_torch_fsdp2:
             return "all"
         return "optimizer" if self.use_distributed_optimizer else "none"
 
     def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
-        """Return the layout with some number of ranks of data parallelism."""
         # A pipeline_split of "auto" is chosen with the plans.
         sizes = {name: value for name, value in vars(self).items() if name in _SIZES and value != "auto"}
         # As in Megatron: without ranks to split it over there is nothing to do.

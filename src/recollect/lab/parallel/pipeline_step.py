@@ -115,7 +115,6 @@ def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
 
 
 def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
-    """Return the residual stream of a micro-batch, of this rank's positions."""
     size, positions = shape
     return torch.empty(
         size,

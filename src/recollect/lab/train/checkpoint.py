@@ -32,7 +32,6 @@ class Manifest:
     """The contents of a checkpoint besides tensors and random number states."""
 
     step: int
-    """Optimizer steps completed."""
     identity: dict[str, Any]
     """Settings that determine the numbers, see `TrainConfig.identity`."""
     environment: dict[str, Any]
@@ -93,7 +92,6 @@ def checksum_of(path: Path) -> list[int]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into the folder of its checkpoint, atomically."""
     content = json.dumps({"format": FORMAT, **asdict(manifest)}, default=str)
     write_text(folder / _MANIFEST, json.dumps({"crc": zlib.crc32(content.encode()), "content": content}) + "\n")
 

@@ -203,7 +203,6 @@ class RunFlags:
 
     @property
     def writes_tensorboard(self) -> bool:
-        """Whether any of the three flags enables TensorBoard events."""
         return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
@@ -242,7 +241,6 @@ class TrainConfig:
         return self.run.eval_iters * self.optim.num_micro_batches
 
     def training_setting(self, dimensions: TransformerConfig) -> TrainingSetting:
-        """Return the facts about this run that Megatron's recompute rules consider."""
         flags, layout = self.parallel, self.parallel.layout_of_one()
         ranks, each = layout.pipeline_model_parallel_size, layout.num_layers_per_virtual_pipeline_stage
         return TrainingSetting.of(

@@ -144,7 +144,6 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, texts: Iterable[str]) -> Iterator[bytes]:
-        """Yield the bytes of each text, then 0."""
         for text in texts:
             yield text.encode() + b"\0"
 
@@ -181,7 +180,6 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a file, or the byte tokenizer."""
     tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise DataError(

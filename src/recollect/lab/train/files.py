@@ -55,7 +55,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, Any]:
-    """Read a JSON object that a run wrote into its folder."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as problem:

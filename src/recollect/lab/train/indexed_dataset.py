@@ -84,7 +84,6 @@ class IndexedDataset:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
-        """Return the ids of a sequence, without a copy."""
         return self.read(sequence, 0, int(self.lengths[sequence]))
 
     def read(self, sequence: int, start: int, stop: int) -> NDArray[Any]:

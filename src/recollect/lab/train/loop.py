@@ -118,7 +118,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
 
 def _capture(session: Session, plan: Plan | None, console: Console, stack: contextlib.ExitStack) -> None:
-    """Have micro-batches run as a CUDA graph, under a plan."""
     trained = session.trained
     exchange = CapturedExchange(
         trained.wrapped,

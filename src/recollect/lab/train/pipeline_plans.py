@@ -42,9 +42,7 @@ class PipelinePlans:
     predicted_peak_bytes: int
     """The peak of the rank that needs most."""
     predicted_slowdown: float
-    """Of the step."""
     plain_peak_bytes: int
-    """Without recompute."""
     table: str
     """Peaks by rank and recompute by stage, as text."""
 
@@ -54,7 +52,6 @@ class PipelinePlans:
 
     @classmethod
     def load(cls, path: Path) -> PipelinePlans:
-        """Read a file that `to_json` made."""
         data = read_file(
             path,
             expected="the plans of a pipeline that `recollect train` wrote",

@@ -31,7 +31,6 @@ class Processes:
     sharding: Sharding = "none"
     """The state that data parallelism shares."""
     ranks: Ranks = ALONE
-    """Lets them exchange messages."""
     mesh: LayoutMesh | None = None
     """The groups that share parts of the model; None for one process."""
 
@@ -249,7 +248,6 @@ def _settings(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: DeviceLayout) -> None:
-    """Check that a run can go through a pipeline."""
     ranks = layout.pipeline_model_parallel_size
     if config.parallel.sharding == "all":
         raise NotYetError(

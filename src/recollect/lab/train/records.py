@@ -40,9 +40,7 @@ class StepRecord:
     step_s: float
     """Step time in seconds; measuring the peak on a CPU adds to it."""
     tokens_per_s: float
-    """Tokens of the step over `step_s`."""
     validation_loss: float | None = None
-    """Validation loss after this step, if computed."""
     peak_bytes: int | None = None
     """Measured peak of the whole step, if measured."""
 
@@ -63,7 +61,6 @@ class Outcome:
     records: tuple[StepRecord, ...]
     """Steps of this process, oldest first; none if a finished run was resumed."""
     baseline: Baseline
-    """The step without recompute."""
     budget_bytes: int | None
     """Bound on the step's peak; None without a budget."""
     predicted_peak_bytes: int | None
@@ -74,13 +71,11 @@ class Outcome:
     """Fastest step without a measured peak, as other programs can only slow steps down; None if there is none."""
     folder: str
     total_steps: int
-    """Steps requested."""
     excess_reason: str = ""
     """Why a step may take more than predicted, with advice; none for one process."""
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Largest measured peak of a step, None if none was measured."""
         return max((record.peak_bytes for record in self.records if record.peak_bytes is not None), default=None)
 
 
@@ -197,7 +192,6 @@ class LiveDisplay(Log):
         self._progress.update(self._task, completed=record.step, description=text)
 
     def close(self) -> None:
-        """Leave the last line on the terminal."""
         self._progress.stop()
 
 

@@ -185,7 +185,6 @@ def _config_text(session: Session) -> str:
 
 
 def _resume(session: Session, path: Path, problem: str | None) -> None:
-    """Put a run into the state of a checkpoint."""
     checkpoint.refuse_damage(path, problem)
     found = checkpoint.read_manifest(path)
     if isinstance(found, str):

@@ -236,8 +236,6 @@ class _WholeRows:
 
 
 class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
-    """Tells which parts this process writes."""
-
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items: list[WriteItem] = []
@@ -255,8 +253,6 @@ class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
 
 
 class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
-    """Tells which parts this process reads."""
-
     def create_local_plan(self) -> LoadPlan:
         try:
             plan = super().create_local_plan()

@@ -36,7 +36,6 @@ class Trained:
     wrapped: nn.Module
     """The module to train: the model, or the wrapper that reduces its gradients."""
     optimizer: torch.optim.Optimizer
-    """The optimizer over the parameters of this process."""
     exchange: Exchange
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
