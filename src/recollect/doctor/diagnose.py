@@ -183,7 +183,9 @@ class Case:
 
     def _all(self) -> Iterator[Finding]:
         scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
-        together = _merged(scopes)
+        # Of all files as one scope; the first file with a name wins.
+        values = {name: value for scope in reversed(scopes) for name, value in scope.values.items()}
+        together = Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
         length = together.get("seq_length", "max_length", "max_seq_length", "cutoff_len", "sequence_len")
         is_checkpointing = library_settings.is_checkpointing(together)
         expandable = next((text.numbers.expandable for text in self.texts if text.numbers.expandable), "")
@@ -201,12 +203,6 @@ class Case:
         yield from library_settings.findings(together)
         for snapshot in self.snapshots:
             yield from snapshot_findings(snapshot)
-
-
-def _merged(scopes: list[Settings]) -> Settings:
-    """Return the settings of all files as one scope; the first file with a name wins."""
-    values = {name: value for scope in reversed(scopes) for name, value in scope.values.items()}
-    return Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
 
 
 def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | None:

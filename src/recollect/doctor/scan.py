@@ -20,15 +20,8 @@ _STEMS = (
     *("heckpoint", "Tried to allocate", "allocate memory", "require grad", "requires_grad", "reentrant", "only once"),
     *("ecompute", "ffloading", "inplace", "HostAlloc", "AllGather", "accelerator device", "pin_memory", "IndexError"),
     *("to backward", "during backward", "keyword arguments", "CPU_OFFLOAD", "memory_budget", "istribute_saved"),
-    *(
-        "memory pool",
-        "modeling_layers",
-        "Watchdog caught",
-        "different metadata",
-        "rng_state",
-        "device state",
-        "torch.compile(",
-    ),
+    *("memory pool", "modeling_layers", "Watchdog caught", "different metadata", "rng_state", "device state"),
+    "torch.compile(",
 )
 _GAP_MATTERS = 1.25  # reserved / allocated: the caching allocator's rounding stays well below
 _MEMORY = re.compile(

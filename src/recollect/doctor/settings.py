@@ -26,13 +26,8 @@ _OTHER_NAMES = frozenset(
     (
         *("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "hidden_size", "ffn_hidden_size"),
         *("use_flash_attn", "attention_backend", "use_distributed_optimizer", "cross_entropy_loss_fusion"),
-        *(
-            "num_layers_per_virtual_pipeline_stage",
-            "context_parallel_size",
-            "recompute_activations",
-            "enable_cuda_graph",
-            "external_cuda_graph",
-        ),
+        *("num_layers_per_virtual_pipeline_stage", "context_parallel_size", "recompute_activations"),
+        *("enable_cuda_graph", "external_cuda_graph"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing", "use_reentrant"),
         *("activation_checkpointing_kwargs", "use_cache", "fsdp", "fsdp_config", "fsdp_activation_checkpointing"),
         *("fsdp_transformer_layer_cls_to_wrap", "fsdp_sharding_strategy", "fsdp_version", "distributed_type"),
@@ -178,9 +173,8 @@ class SettingsInText:
 
     def __init__(self) -> None:
         self._scopes: list[dict[str, tuple[Any, int]]] = [{}]
-        self._words: list[
-            tuple[str, int]
-        ] = []  # words of a command that may continue on the next line, with their line numbers
+        # Of a command that may continue on the next line, with the numbers of their lines.
+        self._words: list[tuple[str, int]] = []
         self._variables: set[str] = set()
 
     def look(self, line: str, number: int) -> None:

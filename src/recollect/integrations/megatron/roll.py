@@ -11,7 +11,7 @@ from typing import Any
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.rule import did_you_mean
-from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.integrations.megatron.rules import RecomputeConfig, types_clash
 from recollect.integrations.megatron.settings import with_module_lists
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -94,14 +94,8 @@ class RollCheckpointing:
     gradient_checkpointing_use_reentrant: bool | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and type(value) is not bool:
-                raise ConfigError(
-                    settings={field.name: value},
-                    reason=f"{type(value).__name__} is the wrong type",
-                    advice="Set it to True, False or None.",
-                )
+        if (clash := types_clash(self)) is not None:
+            raise ConfigError(settings=clash.settings, reason=clash.reason, advice=clash.advice)
 
     def use_reentrant(self, model_config: object) -> bool:
         """Return the flag that ROLL passes to PyTorch: the one set, else whether the model has experts.

@@ -36,15 +36,18 @@ def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
 
     Args:
         given: `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other type
-            is) or `before 2.6`; a list, for these values, or for a list with some of these names; `{not: a list}`, for any
-            value or name but these.
+            is) or `before 2.6`; a list, for these values, or for a list with some of these names, in one phrase; `{not: a
+            list}`, for any value or name but these.
         value: the value of the setting.
         known: stands for the list in `{not: known}`.
     """
     if isinstance(given, bool):
         return bool(value) is given
+    if isinstance(given, list) and isinstance(value, list | tuple):
+        there = [str(name) for name in given if name in value]
+        return [" and ".join(there)] if there else []
     if isinstance(given, list):
-        return _those(given, value)
+        return value in given
     if isinstance(given, dict):
         right = (None, *known) if given["not"] == "known" else given["not"]
         return [name for name in (value if isinstance(value, list | tuple) else [value]) if name not in right]
@@ -52,14 +55,6 @@ def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
         return (value is not None) is (given == "set")
     word, _, limit = given.rpartition(" ")
     return _COMPARED[word](value, limit)
-
-
-def _those(names: list[object], value: object) -> Broken:
-    """Return whether a value is one of these; for a list, the ones it contains, in one phrase."""
-    if not isinstance(value, list | tuple):
-        return value in names
-    there = [str(name) for name in names if name in value]
-    return [" and ".join(there)] if there else []
 
 
 def version_of(text: str | None) -> tuple[int, int]:

@@ -18,13 +18,14 @@ from recollect.warning import warn_user
 # From the settings' annotations.
 _TYPES: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
     "bool": ("True or False", (bool,)),
+    "bool | None": ("True, False or None", (bool, type(None))),
     "int": ("a whole number", (int,)),
     "int | None": ("a whole number or None", (int, type(None))),
     "float": ("a number", (int, float)),
 }
 
 
-def _types(config: RecomputeSettings) -> Clash | None:
+def types_clash(config: Any) -> Clash | None:
     for field in fields(config):
         expected, right = _TYPES.get(str(field.type), ("", ()))
         value = getattr(config, field.name)
@@ -61,12 +62,6 @@ def _without_granularity(config: RecomputeSettings) -> Clash | None:
     )
 
 
-def _moe_layer_recompute(config: RecomputeSettings) -> Broken:
-    if not config.moe_layer_recompute or config.recompute_granularity == "full":
-        return []
-    return [" ".join(config.modules), list(config.modules)]
-
-
 def _is_a_list(config: RecomputeSettings) -> Clash | None:
     for name in ("recompute_modules", "recompute_discard_outputs", "offload_modules"):
         value = getattr(config, name)
@@ -87,12 +82,6 @@ def _discarded_is_recomputed(config: RecomputeSettings) -> Clash | None:
         f"the output of {others[0]!r} can only be dropped if the module is recomputed",
         "Add it to recompute_modules.",
     )
-
-
-def _every_layer(config: RecomputeSettings, setting: TrainingSetting) -> list[int]:
-    if not config.cpu_offloading or setting.num_layers is None:
-        return []
-    return [setting.num_layers - 1] if config.cpu_offloading_num_layers >= setting.num_layers else []
 
 
 def _numbers(config: RecomputeSettings) -> Clash | None:
@@ -124,9 +113,13 @@ def _is_norm_at_edge(config: RecomputeSettings, setting: TrainingSetting) -> boo
 
 
 _ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
-    "types": _types,
+    "types": types_clash,
     "needs-granularity": _without_granularity,
-    "moe-layer-recompute": _moe_layer_recompute,
+    "moe-layer-recompute": lambda config: (
+        config.moe_layer_recompute
+        and config.recompute_granularity != "full"
+        and [" ".join(config.modules), list(config.modules)]
+    ),
     "list-of-modules": _is_a_list,
     "discard-outputs": _discarded_is_recomputed,
     "offload-attn-proj": lambda config: "attn_proj" in config.offloaded and "core_attn" not in config.offloaded,
@@ -139,7 +132,12 @@ _WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broke
     "num-layers-range": lambda config, setting: (
         setting.num_layers is not None and num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
     ),
-    "offload-num-layers": _every_layer,
+    "offload-num-layers": lambda config, setting: (
+        config.cpu_offloading
+        and setting.num_layers is not None
+        and config.cpu_offloading_num_layers >= setting.num_layers
+        and [setting.num_layers - 1]
+    ),
     "offload-v1": lambda config, setting: (
         config.fine_grained_activation_offloading
         and version_of(setting.transformer_engine_version) >= (2, 10)

@@ -180,21 +180,24 @@ class LatentAttention(nn.Module):
         return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
 
 
-class FusedCoreAttention(nn.Module):
-    """Attention by `scaled_dot_product_attention`; PyTorch chooses the kernel by device, dtype and dropout.
+class CoreAttention(nn.Module):
+    """Mixes the values [B, S, K, E] of positions 0..t for each position t, into [B, T, H * E].
 
-    On a CPU no kernel supports dropout, and PyTorch computes op by op.
+    `are_last`: whether the queries belong to the last positions.
     """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
-        """Mix the values of positions 0..t for each position t, into [B, T, H * E].
 
-        `are_last`: whether the queries belong to the last positions.
-        """
+class FusedCoreAttention(CoreAttention):
+    """Attention by `scaled_dot_product_attention`; PyTorch chooses the kernel by device, dtype and dropout.
+
+    On a CPU no kernel supports dropout, and PyTorch computes op by op.
+    """
+
+    def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
         channels, width = q_BTHC.shape[-1], v_BSKE.shape[-1]
         is_padded = width < channels and not q_BTHC.is_cuda
         if is_padded:
@@ -214,18 +217,10 @@ class FusedCoreAttention(nn.Module):
         return mixed_BHTE.transpose(1, 2).flatten(2)
 
 
-class UnfusedCoreAttention(nn.Module):
+class UnfusedCoreAttention(CoreAttention):
     """Attention op by op; scores, probabilities and dropped probabilities are separate values of size T * S."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
     def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
-        """Mix the values of positions 0..t for each position t, into [B, T, H * E].
-
-        `are_last`: whether the queries belong to the last positions.
-        """
         num_positions, groups = q_BTHC.shape[1], k_BSKC.shape[2]
         # The G heads of a group form one matrix: no key or value is copied for them.
         q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -89,7 +89,10 @@ class TopKRouter(nn.Module):
             nn.init.zeros_(buffer)
 
     def forward(self, x_BTD: Tensor) -> Routing:
-        logits_NE = self._logits(x_BTD.flatten(0, 1)).float()
+        x_ND = x_BTD.flatten(0, 1)
+        if self.config.moe_router_dtype == "fp32":
+            x_ND = x_ND.float()
+        logits_NE = F.linear(x_ND, self.weight_of_all(self.weight).to(x_ND.dtype)).float()
         if self.config.moe_router_score_function == "sigmoid":
             scores_NE = logits_NE.sigmoid()
             experts_NJ = self._choose(scores_NE)
@@ -125,11 +128,6 @@ class TopKRouter(nn.Module):
         counts = self.counts_of_all(self.tokens_per_expert).to(torch.float32)
         self.expert_bias += self.config.moe_router_bias_update_rate * (counts.mean() - counts).sign()
         self.tokens_per_expert.zero_()
-
-    def _logits(self, x_ND: Tensor) -> Tensor:
-        if self.config.moe_router_dtype == "fp32":
-            x_ND = x_ND.float()
-        return F.linear(x_ND, self.weight_of_all(self.weight).to(x_ND.dtype))
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         """Return the chosen experts [N, J]; no gradient flows through the choice."""

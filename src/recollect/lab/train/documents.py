@@ -44,7 +44,9 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
         True
     """
     if not paths:
-        texts = (path.read_text(encoding="utf-8", errors="replace") for path in library_files())
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = (p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY.intersection(p.relative_to(root).parts))
+        texts = (path.read_text(encoding="utf-8", errors="replace") for path in found)
         return [text for text in texts if text]
     documents: list[str] = []
     for path in paths:
@@ -57,11 +59,6 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
         names = ", ".join(str(path) for path in paths)
         raise DataError(f"training data {names}: got no text, expected at least one document. Check --data.")
     return documents
-
-
-def library_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)]
 
 
 def _read_folder(folder: Path, text_field: str) -> Iterator[str]:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -124,9 +123,7 @@ class MetricsFile(Log):
 class TensorBoardLog(Log):
     """Write each number of a record as a TensorBoard scalar, and some more beside each measured peak."""
 
-    def __init__(
-        self, folder: Path, *, first_step: int, beside_peak: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, folder: Path, *, first_step: int, beside_peak: Mapping[str, float]) -> None:
         self._beside_peak = beside_peak
         with needed("tensorboard", by="--tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
