@@ -38,9 +38,7 @@ class BudgetHooks(BudgetCallback):
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, if they are not found; from the LightningModule, as in "model.layers.0".
-        host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `recollect.attach`.
-        engine: what layers may run on besides the tape; see `recollect.attach`.
-        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
+        host_budget, engine, measure: host memory, what layers may run on, and peaks on the CPU; see `recollect.attach`.
 
     Attributes:
         attached: the handle of the last training, with `plan` and `report()`; None before the first.

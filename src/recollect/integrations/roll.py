@@ -47,14 +47,9 @@ def apply_roll_checkpointing(
 ) -> RollApplied:
     """Recompute each layer of a model in backward, and switch its cache off, as ROLL does unless told otherwise.
 
-    Args:
-        model: a model of Hugging Face.
-        checkpointing: the two switches; None: their defaults. Whichever of PyTorch's implementations they choose, the layers
-            are recomputed on the tape, with the same gradients as both and the limits of neither.
-        use_cache: leave the cache of keys and values on, which ROLL passes as False when it trains. It only takes memory there.
-
-    Returns:
-        A handle that ends both; also a context manager.
+    Whichever of PyTorch's implementations the two switches choose, the layers of a model of Hugging Face are recomputed on the
+    tape, with the same gradients as both and the limits of neither. `use_cache` leaves the cache of keys and values on, which
+    ROLL passes as False when it trains; it only takes memory there. The result ends both; it is also a context manager.
 
     Raises:
         ArgumentError: the model is not a module.

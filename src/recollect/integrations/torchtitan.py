@@ -124,11 +124,7 @@ class MemoryBudget(ActivationCheckpointing):
         (`activation-checkpoint:config --activation-checkpoint.local-batch-size 4`). Without it a larger batch is warned about.
         tyro, which reads torchtitan's command line, warns that it does not know the policy's type; this is harmless.
 
-        Args:
-            job: a `Trainer.Config`.
-            memory_budget: see `Config`.
-            hardware: see `Config`.
-            plan_file: see `Config`.
+        The job is a `Trainer.Config`; for the rest see `Config`.
 
         Raises:
             ConfigError: the job compiles the model with a backend other than Inductor.

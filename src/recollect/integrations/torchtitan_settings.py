@@ -46,9 +46,7 @@ _GATE: Final = "moe.router.gate"
 def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
     """Return one of torchtitan's policies for the recorded step, as a plan with its predicted peak and slowdown.
 
-    Args:
-        profile: the recorded step.
-        policy: "none", "selective" or "full", with its default settings.
+    The policy is "none", "selective" or "full", with its default settings.
 
     Raises:
         ConfigError: an unknown word.

@@ -42,13 +42,11 @@ def loss_in_chunks(model: nn.Module, num_chunks: int, *, without_gradients: bool
 
 
 def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool = False) -> list[PlacedForward]:
-    """Return the forwards to place on a model, after all others, to have it compute its loss in chunks.
+    """Return the forwards to place on a model, after all others, to have it compute its loss in chunks; none for one chunk.
 
-    Args:
-        model: the model or a module in it has an integer attribute `loss_chunks`, or has a head (`get_output_embeddings()`,
-            a plain `nn.Linear`) and a `forward` with `labels`. Forwards without labels run as before.
-        num_chunks: parts of the loss; 1: nothing to place.
-        without_gradients: also under `no_grad`.
+    The model or a module in it has an integer attribute `loss_chunks`, or has a head (`get_output_embeddings()`, a plain
+    `nn.Linear`) and a `forward` with `labels`. Forwards without labels run as before; under `no_grad` they do, too, unless
+    `without_gradients`.
 
     Raises:
         ChunkedLossError: the model is of neither kind, or its head does more than a matrix product.

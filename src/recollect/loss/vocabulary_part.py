@@ -71,11 +71,8 @@ def split_head(
 ) -> tuple[Tensor, Tensor, Tensor | None, VocabularyPart]:
     """Return hidden states, weight and bias as plain tensors, as a rank computes with them, and which part it has.
 
-    Args:
-        hidden: the same on all ranks, or a DTensor, which may be split along the sequence.
-        weight: this rank's part, or a DTensor of all parts.
-        bias: likewise.
-        group: see `chunked_cross_entropy`.
+    Hidden states are the same on all ranks, or a DTensor, which may be split along the sequence; weight and bias are this
+    rank's part, or DTensors of all parts.
 
     Raises:
         ChunkedLossError: a DTensor that is split differently, or over other ranks, or into more parts than there are words.

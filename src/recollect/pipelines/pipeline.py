@@ -84,11 +84,9 @@ class PipelinePlan:
 
 
 class RecordedPieces:
-    """Recorded stages, or parts of stages, with the results computed once from each profile.
+    """Recorded stages, or parts of stages, in order, with the results computed once from each profile.
 
-    Args:
-        profiles: in order, with a whole backward.
-        split_profiles: the same with a backward in halves; empty if no schedule splits backwards.
+    `split_profiles` have a backward in halves; there are none if no schedule splits backwards.
 
     Raises:
         ProfileFormatError: a profile that is not of one micro-batch with gradients that accumulate.

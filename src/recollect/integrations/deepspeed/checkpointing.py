@@ -44,17 +44,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Check settings of `deepspeed.checkpointing.configure`; see the table above.
-
-    Args:
-        mpu_: any.
-        deepspeed_config: a configuration, or its path.
-        partition_activations: not yet.
-        contiguous_checkpointing: of partitioned values only.
-        num_checkpoints: has no effect.
-        checkpoint_in_cpu: not yet.
-        synchronize: has no effect.
-        profile: has no effect.
+    """Check settings of `deepspeed.checkpointing.configure`, a configuration or its path, and others; see the table above.
 
     Raises:
         ConfigError: an invalid value or a clash; `deepspeed.checkpointing` is configured, too.
@@ -108,13 +98,8 @@ def reset() -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function, drop the values that it computes, and recompute them in backward; see `recollect.checkpoint`.
 
-    Args:
-        function: such as a layer.
-        *args: its arguments.
-        **kwargs: the same; all are the function's own.
-
-    Returns:
-        The function's result; of a tuple or list with one item that item, of a longer one a tuple, as from DeepSpeed.
+    All arguments are the function's own. Return its result; of a tuple or list with one item that item, of a longer one a
+    tuple, as from DeepSpeed.
 
     Example:
         >>> import torch

@@ -226,15 +226,9 @@ def deepspeed_plan(
     *,
     activation_checkpoint_interval: int = 1,
 ) -> Plan:
-    """Return the plan of a DeepSpeed section.
+    """Return the plan of a DeepSpeed section, without a budget; None recomputes nothing.
 
-    Args:
-        profile: the recorded step.
-        section: None recomputes nothing.
-        activation_checkpoint_interval: layers per region, as in `PipelineModule`; 0 recomputes nothing.
-
-    Returns:
-        A plan without a budget.
+    `activation_checkpoint_interval`: layers per region, as in `PipelineModule`; 0 recomputes nothing.
 
     Raises:
         NotYetError: values split among ranks, or in host memory.

@@ -107,11 +107,8 @@ def read_arguments(
 ) -> Arguments:
     """Remove the flags from a command line that recollect has no setting for, or raise.
 
-    Args:
-        args: the words.
-        own: the flags of the command, which stay even if others refuse them.
-        beside: flags of other commands, to remove with their values.
-        plans: whether a step is planned, and not run.
+    The command's `own` flags stay even if others refuse them; those of other commands, `beside`, go with their values.
+    `plans`: whether a step is planned, and not run.
 
     Raises:
         NotYetError: a flag asks for a feature that recollect lacks.

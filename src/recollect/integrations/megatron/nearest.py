@@ -33,10 +33,7 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
     modules that the model has. Peak and time assume that recollect carries them out, minus the gathers that Megatron
     overlaps with products. Megatron itself runs a recomputed region again as a whole, so it needs at least as much.
 
-    Args:
-        profile: the recorded step that the plan was made from.
-        plan: the plan.
-        setting: the other facts that Megatron's rules consider; see `megatron_plan`.
+    The plan was made from this profile; `setting` has the other facts that Megatron's rules consider, see `megatron_plan`.
 
     Raises:
         PlanError: the plan has no predicted peak.

@@ -111,10 +111,8 @@ class RollCheckpointing:
 def is_moe_config(model_config: object) -> bool:
     """Return whether ROLL treats a model as having experts: whether one of certain fields is set, not None, 0 or False.
 
-    A dense model whose configuration has `router_aux_loss_coef` passes for one, as it does in ROLL.
-
-    Args:
-        model_config: a configuration of Hugging Face, or its dictionary; of several, that of the text model counts.
+    A dense model whose configuration has `router_aux_loss_coef` passes for one, as it does in ROLL. The configuration is one of
+    Hugging Face, or its dictionary; of several, that of the text model counts.
 
     Example:
         >>> is_moe_config({"text_config": {"num_experts": 128}})
@@ -129,10 +127,7 @@ def is_moe_config(model_config: object) -> bool:
 
 
 def roll_plan(profile: Profile, checkpointing: RollCheckpointing) -> Plan:
-    """Return ROLL's switches as a plan.
-
-    Returns:
-        A plan without a budget: every layer recomputed from its input, or nothing.
+    """Return ROLL's switches as a plan without a budget: every layer recomputed from its input, or nothing.
 
     Example:
         >>> from recollect.profile.events import StepLog

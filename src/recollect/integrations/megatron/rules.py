@@ -258,10 +258,7 @@ class RecomputeConfig(RecomputeSettings):
         check(self)
 
     def check(self, setting: TrainingSetting) -> None:
-        """Check against the rest of the training's settings.
-
-        Args:
-            setting: model, parallelism, and the other facts that Megatron's rules consider.
+        """Check against the rest of the training's settings: model, parallelism, and others that Megatron's rules consider.
 
         Raises:
             ConfigError: settings that clash; names the rule in docs/megatron.md.

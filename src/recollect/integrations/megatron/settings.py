@@ -273,14 +273,9 @@ class TrainingSetting:
 
     @classmethod
     def of(cls, model_config: Any, **others: Any) -> TrainingSetting:
-        """Read the settings that a model's configuration has by the same names.
+        """Read the settings that a model's configuration has by the same names, such as Megatron's `TransformerConfig`.
 
-        Args:
-            model_config: `recollect.lab.models.config.TransformerConfig`, or any object with Megatron's attributes.
-            **others: settings that it lacks, or that differ.
-
-        Returns:
-            The settings, with defaults for those given by neither.
+        `others` are settings that it lacks, or that differ; those given by neither have their defaults.
 
         Example:
             >>> from types import SimpleNamespace

@@ -154,8 +154,7 @@ def measure(
 ) -> tuple[tuple[Row, ...], str, int]:
     """Measure settings; running out of memory is a result, and the remaining settings continue.
 
-    Returns:
-        A row for each setting, the name of the setting that slowdowns refer to, and the number of rounds.
+    Return a row for each setting, the name of the setting that slowdowns refer to, and the number of rounds.
 
     Raises:
         BenchError: recording, which recomputes everything it can, ran out of memory.

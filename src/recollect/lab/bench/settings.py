@@ -56,9 +56,8 @@ class Setting:
 def parse_setting(text: str) -> Setting:
     """Parse a setting.
 
-    Args:
-        text: "none"; "selective" and modules, separated by spaces or commas (default: Megatron's); "full", a method and a
-            number of layers; or "memory_budget" and bytes or a percentage.
+    That is "none"; "selective" and modules, separated by spaces or commas (default: Megatron's); "full", a method and a number
+    of layers; or "memory_budget" and bytes or a percentage.
 
     Example:
         >>> parse_setting("selective core_attn,layernorm").fields
@@ -86,12 +85,10 @@ def parse_setting(text: str) -> Setting:
 
 
 def read_settings(path: Path) -> list[Setting]:
-    """Read a YAML file with a list of settings.
+    """Read a YAML file with a list of settings, or a mapping with the list under `settings`.
 
-    Args:
-        path: the file: a list, or a mapping with the list under `settings`. An entry is a text as for `parse_setting`, or a
-            mapping of Megatron's names (also under `model`, as in Megatron-Bridge) or `memory_budget`, optionally with a
-            `name`.
+    An entry is a text as for `parse_setting`, or a mapping of Megatron's names (also under `model`, as in Megatron-Bridge) or
+    `memory_budget`, optionally with a `name`.
     """
     where = f"settings file {path}"
     data = read_yaml(path, where)

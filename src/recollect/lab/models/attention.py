@@ -271,11 +271,9 @@ def _later_positions(q_BKXC: Tensor, num_positions: int, num_keys: int | None) -
 
 
 def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
-    """Return the core attention of a model.
+    """Return a module that maps queries [B, T, H, C], keys [B, T, K, C] and values [B, T, K, E] to [B, T, H * E].
 
-    Returns:
-        A module that maps queries [B, T, H, C], keys [B, T, K, C] and values [B, T, K, E] to [B, T, H * E]; there may be more
-        keys and values than queries.
+    There may be more keys and values than queries.
     """
     kind = FusedCoreAttention if config.core_attention == "fused" else UnfusedCoreAttention
     return kind(config.attention_dropout)

@@ -296,15 +296,8 @@ def model_flops(
     one for the gradient of each factor. Not counted are recompute (neither in plans nor inside attention kernels; hardware
     FLOPs count it, see `recollect.lab.bench.measure`), norms, activations and the optimizer.
 
-    Args:
-        config: the model.
-        num_sequences: sequences in the step, over all micro-batches.
-        seq_length: tokens per sequence.
-        attention_fraction: fraction of the [seq, seq] scores that counts: half by a causal mask, with the diagonal counted as
-            half; 1 for unfused attention, which computes all of them.
-
-    Returns:
-        FLOPs of forward and backward without recompute.
+    `num_sequences` are those of all micro-batches. Of the [seq, seq] scores the `attention_fraction` counts: half by a causal
+    mask, with the diagonal counted as half; 1 for unfused attention, which computes all of them.
 
     Example:
         >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)

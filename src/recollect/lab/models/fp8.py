@@ -85,13 +85,9 @@ class Fp8Product(nn.Module):
     def forward(
         self, x_NI: Tensor, weight: Tensor, expert_N: Tensor | None = None, ends_E: Tensor | None = None
     ) -> Tensor:
-        """Map [N, I] to [N, O].
+        """Map [N, I] to [N, O], by a weight [O, I], or [E, O, I] for experts; in any dtype.
 
-        Args:
-            x_NI: the input.
-            weight: [O, I], or [E, O, I] for experts; in any dtype.
-            expert_N: for experts, that of each row, sorted.
-            ends_E: for experts, where the rows of each end, multiples of `multiple`.
+        For experts, `expert_N` has that of each row, sorted, and `ends_E` where the rows of each end, multiples of `multiple`.
 
         Raises:
             DataError: tokens or channels are not a multiple of the recipe's block size.
@@ -116,13 +112,10 @@ class Fp8Product(nn.Module):
         return _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
 
     def casts(self, tensor: Tensor, role: str, expert_N: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
-        """Cast along the last dimension, and along the one before it.
+        """Cast [N, C], or weights of linear layers, along the last dimension, and along the one before it.
 
-        Args:
-            tensor: [N, C], or weights of linear layers.
-            role: "input", "weight" or "gradient".
-            expert_N: see `forward`; None also for weights.
-            is_recorded: whether the histories of delayed scaling record it.
+        `role` is "input", "weight" or "gradient"; `expert_N` that of `forward`, None for weights. `is_recorded`: whether the
+        histories of delayed scaling record it.
         """
         dtype = self.dtypes[role]
         if self.block is not None:
@@ -218,11 +211,7 @@ def check_kernel(recipe: str, device: torch.device | None, *, is_grouped: bool =
 def one_product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
     """Return `left @ right^T`, [M, P]: written in bf16, as kernels for all recipes do, then of a dtype.
 
-    Args:
-        recipe: how they were cast.
-        left: [M, K].
-        right: [P, K]; kernels read K as the last dimension of both, for which backward copies bytes.
-        dtype: the dtype of the result.
+    Kernels read K as the last dimension of both, [M, K] and [P, K], for which backward copies bytes.
     """
     swizzle = _SWIZZLES.NO_SWIZZLE
     if recipe == "mxfp8":
@@ -256,16 +245,9 @@ def one_product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Ten
 
 
 def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the products of all experts, cast with a scale for each.
+    """Return the products of all experts, cast with a scale for each: [S, P] of [S, K] and [E, P, K].
 
-    Args:
-        left: [S, K], or [M, S].
-        right: [E, P, K], or [P, S].
-        ends_E: where the rows of each expert end.
-        dtype: the dtype of the result.
-
-    Returns:
-        [S, P], or [E, M, P].
+    Or [E, M, P] of [M, S] and [P, S]. `ends_E`: where the rows of each expert end.
     """
     scales = []
     for side, length in ((left, left.values.shape[-2]), (right, right.values.shape[-2])):

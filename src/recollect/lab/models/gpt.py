@@ -148,15 +148,9 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, x_BTD: Tensor, embedded_BTD: Sequence[Tensor], rotary: Rotary | None
     ) -> tuple[list[Tensor], list[RouterStatistics | None]]:
-        """Run every depth.
+        """Run every depth on the normalised output of the decoder, and the embeddings of the tokens as many places later.
 
-        Args:
-            x_BTD: the normalised output of the decoder.
-            embedded_BTD: for each depth k from 1, the embeddings of the tokens k places later.
-            rotary: the rotation of each position.
-
-        Returns:
-            For each depth, the input of the LM head, [B, T, D], and its router's statistics.
+        Return for each depth the input of the LM head, [B, T, D], and its router's statistics.
         """
         outputs, statistics = [], []
         for layer, embedded in zip(self.layers, embedded_BTD, strict=True):

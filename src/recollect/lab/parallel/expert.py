@@ -115,12 +115,9 @@ class ExchangedExperts(Experts):
 
 
 class SharedGroups(GroupedLinear):
-    """Multiplies by this rank's part.
+    """Multiplies by this rank's part of what has the same weights on all ranks, or is on the meta device, or a part already.
 
-    Args:
-        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by other ranks.
-        mesh: the ranks that share it.
-        dim: of the weights [groups, output channels, input channels], and of the biases, the one that is cut into parts.
+    `dim`: of the weights [groups, output channels, input channels], and of the biases, the one that is cut into parts.
     """
 
     def __init__(self, whole: GroupedLinear, mesh: DeviceMesh, dim: int) -> None:

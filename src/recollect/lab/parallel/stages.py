@@ -230,14 +230,10 @@ class PipelineStep:
         return replace(schedule_of(self._torch), return_outputs=False)
 
     def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Run forward and backward of a step; leaves gradients of the mean loss.
+        """Run forward and backward of a step over tokens and labels, each int64 [B, T]; leaves gradients of the mean loss.
 
-        Args:
-            batches: tokens and labels, each int64 [B, T], as many as micro-batches.
-
-        Returns:
-            The loss of each micro-batch in the last stage, and router losses in earlier stages; together they make the
-            pipeline's loss.
+        Return the loss of each micro-batch in the last stage, and router losses in earlier stages; together they make the
+        pipeline's loss.
         """
         stages = self._rank.stages.values()
         for stage in stages:
@@ -246,11 +242,7 @@ class PipelineStep:
         return [*losses, *(loss for stage in stages for loss in stage.router_losses)]
 
     def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Run forward only.
-
-        Returns:
-            The loss of each micro-batch; of a rank without the last stage, none.
-        """
+        """Run forward only; return the loss of each micro-batch, of a rank without the last stage none."""
         found: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
             own = list(batches[first : first + self._num_micro_batches])

@@ -33,10 +33,7 @@ from recollect.lab.parallel.expert import SharedGroups
 def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
     """Return the rows with the share of rank 0 first, then that of rank 1, and so on.
 
-    Args:
-        rows: [sum of `sizes`, ...], one fused matrix after the other.
-        sizes: rows of each; multiples of `ranks`.
-        ranks: number of parts.
+    `sizes`: rows of each of the matrices, which are fused one after the other; multiples of `ranks`.
 
     Example:
         >>> interleaved(torch.tensor([0, 1, 2, 3, 10, 11]), (4, 2), 2).tolist()
@@ -109,10 +106,8 @@ class SplitProduct(nn.Module):
 class SplitMoELayer(MoELayer):
     """A mixture of experts with this rank's channels of each expert.
 
-    Args:
-        whole: all of it; changed in place. The shared expert is `whole`'s, to be split like any MLP.
-        mesh: the ranks.
-        between: the placement of the residual stream: whole on all ranks, or cut along the sequence.
+    `whole` is changed in place. Its shared expert is to be split like any MLP. `between` is the placement of the residual
+    stream: whole on all ranks, or cut along the sequence.
     """
 
     def __init__(self, whole: MoELayer, mesh: DeviceMesh, between: Shard | Replicate) -> None:
@@ -148,11 +143,8 @@ class OwnPartMoELayer(MoELayer):
     """A mixture of experts for this rank's part of each sequence, which it routes, and sends to whole experts.
 
     As in Megatron with `--expert-tensor-parallel-size 1`: nothing is gathered for experts, and each row is exchanged once.
-
-    Args:
-        whole: all of it; changed in place. `expert_parallel` shares its experts over these ranks and others; the shared
-            expert is to be split like any MLP.
-        mesh: the ranks of sequence parallelism.
+    `whole` is changed in place. `expert_parallel` shares its experts over these ranks and others; the shared expert is to be
+    split like any MLP.
     """
 
     def __init__(self, whole: MoELayer, mesh: DeviceMesh) -> None:

@@ -24,12 +24,9 @@ from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
 
 
 class TokenWindows:
-    """Windows of one stream, each once per epoch, in an order drawn from (seed, epoch).
+    """Windows of one stream of at least `seq_length + 1` ids, each once per epoch, in an order drawn from (seed, epoch).
 
-    Args:
-        tokens: at least `seq_length + 1` ids.
-        seq_length: distance between windows; an incomplete last window is not used.
-        seed: seed of the order; None: in the order of the stream, for validation.
+    An incomplete last window is not used. Without a seed, for validation, they are in the order of the stream.
     """
 
     def __init__(self, tokens: Tokens, *, seq_length: int, seed: int | None) -> None:
@@ -53,15 +50,8 @@ class PackedDocuments:
     windows are shuffled again. One difference: Megatron shuffles all epochs together, so its order depends on the length of the
     run; here each document comes once per epoch, and a longer run begins like a shorter one.
 
-    Args:
-        dataset: the documents.
-        sequences: the sequences to use, from and to (exclusive).
-        seq_length: distance between windows; an incomplete last window is not used.
-        seed: seed of the orders; None: in the order of the file, for validation.
-        vocab_size: all ids are below this.
-
-    Attributes:
-        num_tokens, num_windows: per epoch; num_windows is 0 for fewer than `seq_length + 1` tokens.
+    `sequences` are those to use, from and to (exclusive). An incomplete last window is not used. Without a seed, for
+    validation, all are in the order of the file. `num_tokens` and `num_windows` are per epoch; there may be no window.
 
     Example:
         >>> import pathlib, tempfile
@@ -194,10 +184,7 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
     """Open the data: tokenize and split text, or memory-map Megatron's indexed datasets.
 
     Text documents are held out by their hash, so copies of a text never land on both sides and the split is the same on every
-    machine. If that leaves one side empty, the end of the stream is held out instead.
-
-    Returns:
-        Both sides, each with at least one window; no validation if it is off.
+    machine. If that leaves one side empty, the end of the stream is held out instead. Each side has at least one window.
 
     Raises:
         DataError: data is missing, malformed, or shorter than one sequence; the tokenizer cannot be read or has more ids than
@@ -295,10 +282,7 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
 
 
 def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | None]]:
-    """Parse prefixes, or alternating weights and prefixes.
-
-    Returns:
-        Prefixes and their weights; without weights, None for each, which means in proportion to its windows.
+    """Parse prefixes, or alternating weights and prefixes; without weights, None for each: in proportion to its windows.
 
     Example:
         >>> parse_blend(["0.3", "a", "0.7", "b"], "--data-path")

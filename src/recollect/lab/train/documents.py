@@ -29,15 +29,10 @@ _NOT_LIBRARY = frozenset(
 
 
 def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") -> list[str]:
-    """Read all documents, folders in sorted order.
+    """Return the texts of all documents, at least one, none empty; folders in sorted order.
 
-    Args:
-        paths: text files, `.jsonl` files (one document per line) or folders; none: the standard library's source.
-        text_field: JSONL field with the text.
-
-    Returns:
-        The texts, at least one, none empty. In folders, hidden files are skipped, and files that are not UTF-8 text are
-        skipped with a warning.
+    They are text files, `.jsonl` files (one document per line) or folders; none: the standard library's source. In folders,
+    hidden files are skipped, and files that are not UTF-8 text are skipped with a warning.
 
     Example:
         >>> "Record of phased-in incompatible language changes" in read_documents()[0]  # __future__.py

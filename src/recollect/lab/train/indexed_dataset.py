@@ -110,12 +110,10 @@ class IndexedDataset:
 
 
 def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab_size: int) -> None:
-    """Write documents as `PREFIX.bin` and `PREFIX.idx`, which Megatron reads too.
+    """Write documents as `PREFIX.bin` and `PREFIX.idx` in an existing folder, which Megatron reads too.
 
-    Args:
-        prefix: path of the files without `.bin` and `.idx`, in an existing folder.
-        documents: token ids of each document; consumed one by one, so they need not fit into memory together.
-        vocab_size: all ids are below this; decides whether they are written as uint16 or int32.
+    Documents are consumed one by one, so they need not fit into memory together. All ids are below `vocab_size`, which decides
+    whether they are written as uint16 or int32.
     """
     dtype = np.dtype("<u2" if vocab_size < _UINT16_IDS else "<i4")
     lengths: list[int] = []

@@ -76,12 +76,9 @@ class StoredState:
 
 
 def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list[tuple[ChunkStorageMetadata, Tensor]]:
-    """Return this process's parts of a tensor, as views, with their places in the whole one.
+    """Return this process's parts of a tensor, spread or not, as views, with their places in the whole one.
 
-    Args:
-        tensor: spread or not.
-        fused: for reordered rows, the rows of each part in the whole model, and their dimension; None: rows are in order.
-        ranks: by which they are reordered.
+    `fused`: for rows reordered by `ranks`, the rows of each part in the whole model, and their dimension.
     """
     if not isinstance(tensor, DTensor):
         return [(ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape), tensor)]

@@ -80,13 +80,7 @@ class Exchange:
 
 
 class CapturedExchange(Exchange):
-    """A step of one process whose micro-batches run as a CUDA graph.
-
-    Args:
-        example: a micro-batch of the run.
-        plan: None: everything is kept.
-        accumulation: micro-batches of a step.
-    """
+    """A step of one process, of `accumulation` micro-batches like the example, which run as a CUDA graph."""
 
     def __init__(
         self,
@@ -246,9 +240,8 @@ class Trained:
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
         """Run one optimizer step over the micro-batches of this process: tokens and labels, each int64 [B, T].
 
-        Returns:
-            The mean loss, and the norm of the gradient before it is clipped (nan if `clip_norm` is 0, and it is not); of all
-            processes. Gradients are None afterwards.
+        Return the mean loss, and the norm of the gradient before it is clipped (nan if `clip_norm` is 0, and it is not); of all
+        processes. Gradients are None afterwards.
         """
         loss = self.exchange.accumulate(self.wrapped, batches, len(batches))
         self.exchange.reduce_gradients(self.model.parameters())
