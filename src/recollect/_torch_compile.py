@@ -194,8 +194,7 @@ def traced_op(node: fx.Node) -> Any:
 
 def autograd_number(node: fx.Node) -> int | None:
     """Return a number that the nodes of one op share, if autograd recorded it; None for nodes that Inductor inserted."""
-    number: int | None = node.meta.get(_AUTOGRAD)
-    return number
+    return node.meta.get(_AUTOGRAD)
 
 
 def is_seeds(node: fx.Node) -> bool:

@@ -273,5 +273,4 @@ def _is_in(function: Callable[..., Any], node: fx.Node) -> bool:
 
 def faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor that stands for a real one, whose sizes are constants."""
-    found: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
-    return found
+    return mode.from_tensor(tensor, static_shapes=True)

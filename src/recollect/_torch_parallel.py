@@ -183,8 +183,7 @@ def notes_of_group(group: str, key: str) -> RankNotes:
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of the same ranks with one dimension. No public name keeps it a view of the mesh it is a part of."""
-    flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
-    return flat
+    return mesh._flatten("_".join(mesh.mesh_dim_names or ()))
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -232,8 +231,7 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:
     """Wait for a functional collective and return its result."""
-    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(result)
-    return made
+    return torch.ops._c10d_functional.wait_tensor(result)
 
 
 def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn.Module) -> None:

@@ -130,8 +130,7 @@ def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
     if top is None or owner_of_hook(top[0]) is not owner:
         return None
     torch._C._autograd._pop_saved_tensors_default_hooks()
-    pair: tuple[Any, Any] = top
-    return pair
+    return top
 
 
 # Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside.
@@ -242,8 +241,7 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile(module)` wrapped in this one; the module itself if it is not compiled."""
     # FSDP2 makes a class of its own of the wrapper's.
     is_wrapped = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
-    inner: torch.nn.Module = module._orig_mod if is_wrapped else module  # type: ignore[assignment]
-    return inner
+    return module._orig_mod if is_wrapped else module  # type: ignore[return-value]
 
 
 def without_wrapper(module: torch.nn.Module) -> torch.nn.Module:

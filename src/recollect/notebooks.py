@@ -14,8 +14,7 @@ class ShownInNotebooks:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        html: str = import_module("recollect.pictures.notebook").html_of(self)
-        return html
+        return import_module("recollect.pictures.notebook").html_of(self)
 
 
 class Lines(str, ShownInNotebooks):

@@ -82,8 +82,7 @@ def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
 
         @untraced
         def give(held: list[Any]) -> torch.Tensor:
-            tensor: torch.Tensor = unpack(held[1]) if held[0] is None else _TAPE.unpack(held[0])
-            return tensor
+            return unpack(held[1]) if held[0] is None else _TAPE.unpack(held[0])
 
         with CheckpointHooks(hold, give):
             yield

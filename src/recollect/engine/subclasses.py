@@ -31,8 +31,7 @@ class PackedSubclass:
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
         inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
-        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
-        return tensor
+        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
 def held_whole(tensor: torch.Tensor, label: tuple[str, str, str]) -> TapeValue:

@@ -241,8 +241,7 @@ class Tape(TapeState):
     def unpack(self, packed: Any) -> torch.Tensor:
         _LastStep.went_backward = True
         if type(packed) is not TapeValue:
-            rebuilt: torch.Tensor = packed.rebuild(self.unpack)
-            return rebuilt
+            return packed.rebuild(self.unpack)
         value: TapeValue = packed
         if value.tensor is not None:
             return value.fetch_saved()

@@ -279,8 +279,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
-    record: StorageRecord | None = vars(storage).get(_RECORD)
-    return record
+    return vars(storage).get(_RECORD)
 
 
 def is_dropped(tensor: Any) -> bool:

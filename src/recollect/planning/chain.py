@@ -355,5 +355,4 @@ def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray
     cells = fastest[fastest >= 0]
     cells = cells[np.argsort(kept[cells], kind="stable")]
     fastest_so_far = np.concatenate(([np.inf], np.minimum.accumulate(seconds[cells])[:-1]))
-    survivors: NDArray[np.int64] = cells[seconds[cells] < fastest_so_far]
-    return survivors
+    return cells[seconds[cells] < fastest_so_far]

@@ -197,8 +197,7 @@ class _Descent:
         num_alive = self._units.num_alive[:, list(mover)]
         kept_bytes = np.array([option.kept_bytes for option in options])
         now = num_alive @ np.array([self.options[row].kept_bytes for row in mover])
-        changes: _Peaks = np.outer(kept_bytes, num_alive.sum(axis=1)) - now
-        return changes
+        return np.outer(kept_bytes, num_alive.sum(axis=1)) - now
 
     def _effect_now(self, mover: _Team) -> _Peaks:
         total = np.zeros(len(self.peaks))

@@ -142,8 +142,7 @@ class Mix:
     def _changed(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return (window, option): bytes over the budget if one unit takes the option and all others the chosen ones."""
         over = self._loads[:, chosen].sum(axis=1) - self._budget
-        changed: NDArray[np.float64] = over[:, None] + self._loads - self._loads[:, chosen][:, self._unit_of]
-        return changed
+        return over[:, None] + self._loads - self._loads[:, chosen][:, self._unit_of]
 
     def _repaired(self, chosen: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return a choice that fits: units switch to the cheapest options for the bytes that exceed the budget."""

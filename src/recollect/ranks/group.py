@@ -214,8 +214,7 @@ class _Meeting:
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise set GLOO_SOCKET_IFNAME to a network interface that all "
                     'of them can use; or pass group="alone" to have each plan for itself.'
                 ) from error
-        group: dist.ProcessGroup = self._group
-        return group
+        return self._group
 
 
 _meetings: dict[tuple[int, ...], _Meeting] = {}

@@ -138,8 +138,7 @@ def _attention(
     are_last = type(attn_mask).__name__ == "CausalBias"
     if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
-        return mixed
+        return flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
     return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -255,8 +255,7 @@ def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
 
 
 def _total(bytes_of: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-    total: NDArray[np.int64] = np.sum(np.stack(list(bytes_of.values())), axis=0)
-    return total
+    return np.sum(np.stack(list(bytes_of.values())), axis=0)
 
 
 class _Categories:

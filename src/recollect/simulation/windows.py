@@ -121,8 +121,7 @@ def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_
             needed[list(callers[first])] = position
     starts = np.array([window.start for window in windows], dtype=np.int64)[:, None]
     own = np.array([window.call for window in windows], dtype=np.int64)[:, None]
-    alive: NDArray[np.bool_] = (began < starts) & (starts <= needed) & (own != np.arange(num_calls))
-    return alive
+    return (began < starts) & (starts <= needed) & (own != np.arange(num_calls))
 
 
 def num_alive(profile: Profile, windows: Sequence[Window], units: Sequence[Sequence[int]]) -> NDArray[np.float64]:

@@ -50,5 +50,4 @@ BINDINGS: Final[dict[Any, Callable[..., Any]]] = {
 
 
 def binding_of(func: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] = BINDINGS.get(func) or func._op
-    return found
+    return BINDINGS.get(func) or func._op

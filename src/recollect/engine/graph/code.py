@@ -90,12 +90,10 @@ class _Text:
         self._globals: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "grad": torch._C._set_grad_enabled}
 
     def function(self) -> Run:
-        run: Run = self._compiled("given", [*self._unpacking(), *self._body(), self._returning()])
-        return run
+        return self._compiled("given", [*self._unpacking(), *self._body(), self._returning()])
 
     def generator(self, parts: Sequence[Part]) -> RunInParts:
-        run: RunInParts = self._compiled("given, found", [*self._unpacking(), *self._body(parts)])
-        return run
+        return self._compiled("given, found", [*self._unpacking(), *self._body(parts)])
 
     def _compiled(self, arguments: str, lines: Sequence[str]) -> Any:
         source = f"def run({arguments}):\n    " + "\n    ".join(lines)

@@ -238,8 +238,7 @@ class Mark:
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
         self._used = self._flight.use(self._call, self._used)
-        tensor: torch.Tensor = unpack(self._packed)
-        return tensor
+        return unpack(self._packed)
 
     def __del__(self) -> None:
         self._flight.forget(self._call, self._used)
