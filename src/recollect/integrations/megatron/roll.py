@@ -19,14 +19,8 @@ from recollect.profile.profile import Profile
 _SETTINGS = tuple(field.name for field in fields(RecomputeConfig))
 _OURS = ("recompute", "offload", "cpu_offload", "distribute_saved", "moe_layer_recompute", "moe_paged", "fine_grained")
 _MOE_FIELDS = (
-    "num_experts",
-    "n_experts",
-    "moe_num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "moe_layer_freq",
+    *("num_experts", "n_experts", "moe_num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("router_aux_loss_coef", "output_router_logits", "moe_layer_freq"),
 )
 
 

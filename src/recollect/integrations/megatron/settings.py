@@ -36,14 +36,7 @@ MEGATRON_OUTPUT: Final = {
 MODULES: Final = tuple(MEGATRON_OUTPUT)
 
 OFFLOAD_MODULES: Final = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "expert_fc1",
-    "moe_act",
-    "fused_group_mlp",
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"),
     "gdp_qkv",
 )
 """In the order that a layer runs them."""

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Generic, TypeVar
 
 from recollect.costs.hardware_table import processor_model
@@ -104,24 +104,20 @@ def percentile(values: Sequence[float], percent: int) -> float:
 One = TypeVar("One", bound=Contestant)
 
 
+@dataclass(eq=False)
 class Race(Generic[One]):
     """Rounds of timed steps; `seconds` says None of a step that could not run."""
 
-    def __init__(
-        self,
-        reference: Callable[[], float],
-        seconds: Callable[[One], float | None],
-        *,
-        report: Callable[[str], None],
-        seed: int,
-    ) -> None:
-        self._reference = reference
-        self._seconds = seconds
-        self._report = report
+    reference: Callable[[], float]
+    seconds: Callable[[One], float | None]
+    report: Callable[[str], None] = field(kw_only=True)
+    seed: InitVar[int] = field(kw_only=True)
+    reference_s: list[float] = field(default_factory=list, init=False)
+    num_rounds: int = field(default=0, init=False)
+    is_interrupted: bool = field(default=False, init=False)
+
+    def __post_init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.reference_s: list[float] = []
-        self.num_rounds = 0
-        self.is_interrupted = False
 
     def run(self, groups: Sequence[Sequence[One]], *, seconds: float, least_rounds: int) -> None:
         """Run as many rounds as fit into `seconds`, but at least `least_rounds`; Ctrl+C ends this and all later calls."""
@@ -137,18 +133,18 @@ class Race(Generic[One]):
                     self._round(groups)
                     num_done += 1
                     elapsed_s = time.perf_counter() - begin
-                    self._report(f"round {num_done}, {elapsed_s:.0f} s of {max(seconds, elapsed_s):.0f} s")
+                    self.report(f"round {num_done}, {elapsed_s:.0f} s of {max(seconds, elapsed_s):.0f} s")
         except KeyboardInterrupt:
             self.is_interrupted = True
-            self._report("interrupted: continuing with the results so far")
+            self.report("interrupted: continuing with the results so far")
 
     def _round(self, groups: Sequence[Sequence[One]]) -> None:
-        before_s = self._reference()
+        before_s = self.reference()
         self.reference_s.append(before_s)
         for place in self._random.sample(range(len(groups)), len(groups)):
             turn = self._random.sample(list(groups[place]), len(groups[place]))
-            taken = [(contestant, self._seconds(contestant)) for contestant in turn]
-            after_s = self._reference()
+            taken = [(contestant, self.seconds(contestant)) for contestant in turn]
+            after_s = self.reference()
             for contestant, step_s in taken:
                 if step_s is not None:
                     contestant.seconds.append(step_s)

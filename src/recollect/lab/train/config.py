@@ -50,10 +50,6 @@ class DataFlags:
         if self.valid_data_path and not self.train_data_path:
             raise ValueError("valid_data_path: given without train_data_path, expected both. Give train_data_path too.")
 
-    @property
-    def is_indexed(self) -> bool:
-        return bool(self.data_path or self.train_data_path)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags:
@@ -200,10 +196,6 @@ class RunFlags:
                 f"load: got {self.load} with the run folder {self.run_dir}, expected the same folder: a run resumes where its "
                 f"plan, metrics and checkpoints are. Add --save {self.load}, or copy the folder and pass the copy to both."
             )
-
-    @property
-    def writes_tensorboard(self) -> bool:
-        return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
 # The names of its fields are headings of --help.

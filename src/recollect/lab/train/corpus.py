@@ -190,7 +190,7 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
         DataError: data is missing, malformed, or shorter than one sequence; the tokenizer cannot be read or has more ids than
             `vocab_size`; indexed data comes without tokenizer and `vocab_size`; or a flag about it cannot be parsed.
     """
-    if flags.is_indexed:
+    if flags.data_path or flags.train_data_path:
         return _load_indexed(flags, seed, vocab_size)
     tokenizer = open_tokenizer(flags.tokenizer, vocab_size=vocab_size)
     training, validation = _split_text(tokenizer, flags)

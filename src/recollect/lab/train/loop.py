@@ -237,7 +237,7 @@ def _open_logs(
     logs: list[Log] = [MetricsFile(session.folder / "metrics.jsonl", first_step=first_step)]
     stack.callback(logs[0].close)
     run = session.config.run
-    if run.writes_tensorboard:
+    if run.tensorboard or run.tensorboard_dir is not None or run.log_memory_to_tensorboard:
         logs.append(
             TensorBoardLog(
                 run.tensorboard_dir or session.folder / "tensorboard", first_step=first_step, beside_peak=known
