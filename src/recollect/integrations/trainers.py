@@ -50,12 +50,7 @@ class BudgetCallback:
         return numbers
 
     def _attach(
-        self,
-        wrapped: nn.Module,
-        optimizer: Any,
-        model: nn.Module,
-        log: Callable[[str], object],
-        engine: Engine,
+        self, wrapped: nn.Module, optimizer: Any, model: nn.Module, log: Callable[[str], object], engine: Engine
     ) -> Attached:
         """Attach to the module that a trainer calls, and switch the model's cache off."""
         attached = attach(

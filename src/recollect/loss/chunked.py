@@ -93,7 +93,6 @@ def chunked_cross_entropy(
     part = None
     if group is not None:
         hidden, weight, bias, part = split_head(hidden, weight, bias, group)
-    _check(hidden, weight, labels, num_chunks, bias, reduction, label_smoothing)
     device_type = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
@@ -102,12 +101,13 @@ def chunked_cross_entropy(
         num_chunks=num_chunks,
         dtype=dtype,
         ignore_index=ignore_index,
-        is_mean=reduction == "mean",
+        reduction=reduction,
         label_smoothing=label_smoothing,
         transform=transform,
         has_gradients=torch.is_grad_enabled(),
         part=part,
     )
+    _check(hidden, weight, labels, bias, settings)
     with torch.autocast(device_type, enabled=False):
         return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, -2), weight, bias, labels.flatten(), settings
@@ -119,7 +119,7 @@ class _Settings:
     num_chunks: int
     dtype: torch.dtype
     ignore_index: int
-    is_mean: bool
+    reduction: Literal["mean", "sum"]
     label_smoothing: float
     transform: Transform | None
     has_gradients: bool
@@ -143,7 +143,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wanted = [needed and settings.has_gradients for needed in ctx.needs_input_grad[:3]]
         counts = labels != settings.ignore_index
         num_counted = counts.sum()
-        divisor = num_counted.clamp(min=1) if settings.is_mean else torch.ones_like(num_counted)
+        divisor = num_counted.clamp(min=1) if settings.reduction == "mean" else torch.ones_like(num_counted)
         run = _Run(hidden.to(settings.dtype), weight.to(settings.dtype), bias, wanted, settings)
         loss = torch.zeros((), dtype=settings.wide_dtype, device=hidden.device)
         num_tokens = labels.numel()
@@ -151,7 +151,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for begin in range(0, num_tokens, size):
             end = min(begin + size, num_tokens)
             loss += run.chunk(begin, end, labels[begin:end], counts[begin:end], divisor)
-        if settings.is_mean:
+        if settings.reduction == "mean":
             loss /= num_counted  # by zero if nothing counts: nan, as PyTorch has it
         ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, weight, bias)]
         ctx.divides_last = settings.divides_last
@@ -301,27 +301,19 @@ def _over_vocabulary(logits: Tensor, target: Tensor, is_here: Tensor, settings: 
     return part.together(greatest, total, torch.where(is_here.unsqueeze(1), at_target, -torch.inf), sums)
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    num_chunks: int,
-    bias: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, settings: _Settings) -> None:
     def fail(what: str) -> None:
         raise ChunkedLossError(f"chunked_cross_entropy: {what}")
 
-    if num_chunks < 1:
-        fail(f"num_chunks: got {num_chunks}, expected 1 or more.")
-    if reduction not in ("mean", "sum"):
+    if settings.num_chunks < 1:
+        fail(f"num_chunks: got {settings.num_chunks}, expected 1 or more.")
+    if settings.reduction not in ("mean", "sum"):
         fail(
-            f"reduction: got {reduction!r}, expected 'mean' or 'sum': gradients are computed in forward, where the weight "
-            "of each token's own loss is not known yet. Use loss_chunks=1."
+            f"reduction: got {settings.reduction!r}, expected 'mean' or 'sum': gradients are computed in forward, where the "
+            "weight of each token's own loss is not known yet. Use loss_chunks=1."
         )
-    if not 0 <= label_smoothing <= 1:
-        fail(f"label_smoothing: got {label_smoothing}, expected 0 to 1.")
+    if not 0 <= settings.label_smoothing <= 1:
+        fail(f"label_smoothing: got {settings.label_smoothing}, expected 0 to 1.")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is not None and is_traceable_wrapper_subclass(tensor):
             fail(

@@ -221,10 +221,7 @@ def _warn(setting: str, reason: str) -> None:
 
 
 def deepspeed_plan(
-    profile: Profile,
-    section: ActivationCheckpointing | None,
-    *,
-    activation_checkpoint_interval: int = 1,
+    profile: Profile, section: ActivationCheckpointing | None, *, activation_checkpoint_interval: int = 1
 ) -> Plan:
     """Return the plan of a DeepSpeed section, without a budget; None recomputes nothing.
 

@@ -32,11 +32,7 @@ Chunks = Sequence[Sequence[str]]
 """Paths of the layers of each model chunk."""
 
 
-def megatron_plan(
-    profile: Profile,
-    config: RecomputeConfig | Any,
-    setting: TrainingSetting | None = None,
-) -> Plan:
+def megatron_plan(profile: Profile, config: RecomputeConfig | Any, setting: TrainingSetting | None = None) -> Plan:
     """Return the plan of a Megatron configuration, with its predicted peak and slowdown.
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.

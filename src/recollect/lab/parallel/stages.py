@@ -192,24 +192,15 @@ class PipelineStep:
     """
 
     def __init__(
-        self,
-        rank: PipelineRank,
-        mesh: DeviceMesh,
-        *,
-        num_stages: int,
-        num_micro_batches: int,
-        batch_size: int,
-        seq_length: int,
-        device: torch.device,
+        self, rank: PipelineRank, mesh: DeviceMesh, num_stages: int, num_micro_batches: int, shape: tuple[int, int]
     ) -> None:
         self._rank, self._num_micro_batches = rank, num_micro_batches
-        shape = batch_size, seq_length
         self.stages = {
             number: PipelineStage(
                 stage,
                 number,
                 num_stages,
-                device,
+                next(rank.parameters()).device,
                 # With these, no forward that routers would count runs before the first step.
                 input_args=received(stage, shape),
                 output_args=torch.empty((), device="meta") if stage.is_last else _between(stage, shape),

@@ -117,16 +117,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
 
 def _capture(session: Session, plan: Plan | None, console: Console, stack: contextlib.ExitStack) -> None:
-    trained = session.trained
-    exchange = CapturedExchange(
-        trained.wrapped,
-        trained.optimizer,
-        next(session.batches(0)),
-        plan,
-        session.config.optim.num_micro_batches,
-        functools.partial(CudaGraphs, session.device),
-        functools.partial(print_line, console),
-    )
+    trained, example = session.trained, next(session.batches(0))
+    graphs, log = functools.partial(CudaGraphs, session.device), functools.partial(print_line, console)
+    accumulation = session.config.optim.num_micro_batches
+    exchange = CapturedExchange(trained.wrapped, trained.optimizer, example, plan, accumulation, graphs, log)
     stack.enter_context(exchange.captured)
     session.trained = dataclasses.replace(trained, exchange=exchange)
 

@@ -303,15 +303,9 @@ def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, proces
         _spread(stage, config, processes)
     rank = PipelineRank(model.config, stages, layers)
     _draw(weights, rank, processes.layout.tensor_model_parallel_size)
-    step = PipelineStep(
-        rank,
-        mesh.pipeline,
-        num_stages=len(layers),
-        num_micro_batches=config.optim.num_micro_batches // processes.data_ranks,
-        batch_size=config.optim.batch_size,
-        seq_length=config.data.seq_length,
-        device=resolve_device(config.step.device),
-    )
+    num_micro_batches = config.optim.num_micro_batches // processes.data_ranks
+    shape = config.optim.batch_size, config.data.seq_length
+    step = PipelineStep(rank, mesh.pipeline, len(layers), num_micro_batches, shape)
     return Trained(rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step))
 
 
