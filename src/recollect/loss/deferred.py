@@ -154,15 +154,13 @@ def _loss(
             ignore_index=ignore_index,
             reduction=reduction,  # type: ignore[arg-type]
             label_smoothing=label_smoothing,
-            transform=_composed(recipe.steps) if recipe.steps else None,
+            transform=functools.partial(functools.reduce, lambda logits, step: step(logits), recipe.steps)
+            if recipe.steps
+            else None,
         )
     call.has_loss = True
     # Autocast runs cross_entropy in fp32; otherwise its result has the dtype of its input.
     return loss if torch.is_autocast_enabled(device_type) else loss.to(recipe.dtype)
-
-
-def _composed(steps: tuple[Callable[[Tensor], Tensor], ...]) -> Callable[[Tensor], Tensor]:
-    return lambda raw: functools.reduce(lambda logits, step: step(logits), steps, raw)
 
 
 def _cast(recipe: _Recipe, name: str, args: Any, kwargs: Any) -> _Recipe | None:

@@ -62,12 +62,7 @@ def plan_pipeline(
         >>> stage = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
         >>> micro_batch = torch.randn(16, 32, requires_grad=True)
         >>> profile = recollect.record(
-        ...     stage,
-        ...     micro_batch,
-        ...     loss_fn=lambda out: out.sum(),
-        ...     gradients="accumulated",
-        ...     holds_output=False,
-        ...     fake=True,
+        ...     stage, micro_batch, loss_fn=torch.sum, gradients="accumulated", holds_output=False, fake=True
         ... )
         >>> planned = plan_pipeline(
         ...     [profile] * 2, recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4), "80%"

@@ -268,13 +268,9 @@ def megatron_stage_plans(
         >>> import torch, recollect
         >>> from torch import nn
         >>> stage = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> x = torch.randn(16, 32, requires_grad=True)
         >>> profile = recollect.record(
-        ...     stage,
-        ...     torch.randn(16, 32, requires_grad=True),
-        ...     loss_fn=torch.sum,
-        ...     gradients="accumulated",
-        ...     holds_output=False,
-        ...     fake=True,
+        ...     stage, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False, fake=True
         ... )
         >>> schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
         >>> config = RecomputeConfig(
