@@ -173,21 +173,21 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
-def _read(name: str, *, fatal: bool = False) -> tuple[Rule, ...]:
-    """Return the rules of a file, of which most are `fatal` or not."""
+def _read(name: str, **most: Any) -> tuple[Rule, ...]:
+    """Return the rules of a file, with what most of them have in common."""
     return tuple(
-        Rule(**{"sees": f'"{entry.get("pattern")}"', "fatal": fatal, **entry, "fix": tuple(entry["fix"])})
+        Rule(**{"sees": f'"{entry.get("pattern")}"', **most, **entry, "fix": tuple(entry["fix"])})
         for entry in read_table(__package__, f"rules/{name}.yaml")
     )
 
 
 TOPICS: dict[str, tuple[Rule, ...]] = {
     "Out of memory": _read("out_of_memory", fatal=True),
-    "Memory snapshots": _read("snapshots"),
+    "Memory snapshots": _read("snapshots", certainty="likely"),
     "Checkpointing, autograd and DDP": _read("checkpointing", fatal=True),
     "transformers, FSDP, DeepSpeed, torchtitan and offload": _read("libraries"),
     "Megatron's errors": _read("megatron_errors", fatal=True),
-    "Megatron's settings": _read("megatron_settings"),
+    "Megatron's settings": _read("megatron_settings", certainty="possible"),
 }
 """The rules by the headings of their tables in docs/doctor.md."""
 

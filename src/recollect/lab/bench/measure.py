@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,9 @@ from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_byt
 from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
 from recollect.planning.planners import planner_for
+from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import Step
-
-if TYPE_CHECKING:
-    from recollect.plans.plan import Plan
 
 
 class FlopCount(OpMode):
