@@ -44,9 +44,8 @@ _Tensor = tuple[tuple[int, ...], str]
 class LogNumbers:
     """Reads a log's numbers, line by line: memory reserved but unused, and losses that are not numbers.
 
-    Attributes:
-        expandable: the first line that sets expandable segments, after its place; "" if there is none.
-        nan: the first line with a loss or gradient that is not a number, after its place; "" if there is none.
+    `expandable` is the first line that sets expandable segments, after its place, and `nan` the first with a loss or gradient
+    that is not a number; "" if there is none.
     """
 
     def __init__(self) -> None:

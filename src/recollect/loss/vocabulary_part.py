@@ -44,13 +44,10 @@ class VocabularyPart:
     """Whether the gradient of the hidden states is yet to be summed over the ranks."""
 
     def together(self, greatest: Tensor, total: Tensor, at_target: Tensor, sums: Tensor | None) -> WholeVocabulary:
-        """Gather the facts of all ranks.
+        """Gather the facts of all ranks, each [tokens, 1]: the largest logits of this rank, and sums of logits if needed.
 
-        Args:
-            greatest: [tokens, 1], the largest logits of this rank.
-            total: [tokens, 1], sums of its exponentials, counted from these.
-            at_target: [tokens, 1], the labels' logits, likewise; -inf for labels of other ranks.
-            sums: [tokens, 1], sums of logits; None if nobody needs them.
+        `total` are sums of its exponentials, counted from the largest, and `at_target` the labels' logits, likewise; -inf for
+        labels of other ranks.
         """
         own = torch.cat([greatest, total, at_target, *(() if sums is None else (sums,))], dim=1)
         everywhere = own.new_empty(dist.get_world_size(self.group), *own.shape)

@@ -64,12 +64,9 @@ def launch_words(
 ) -> list[str]:
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
-    Args:
-        path: a shell script with one command of `pretrain_gpt.py`, only its flags, or (.yaml, .yml) what Bridge's
-            `ConfigContainer.to_yaml` writes.
-        flags: the flag of each setting, for YAML.
-        given_as: the flag that names the file, for errors.
-        has_size: whether the number of processes is given besides.
+    The file is a shell script with one command of `pretrain_gpt.py`, has only its flags, or (.yaml, .yml) what Bridge's
+    `ConfigContainer.to_yaml` writes, for which `flags` has the flag of each setting. `given_as` names the file in errors.
+    `has_size`: whether the number of processes is given besides.
     """
     where = f"{given_as} {path}"
     try:

@@ -113,14 +113,8 @@ class DelayedScaling(nn.Module):
     micro-batches have changed the multiplier, uses the same one. A plan sees that copy and each update, and so
     notices an update outside of forward; it does not see, and never runs again, updates of the history.
 
-    Args:
-        config: a model with `fp8`.
-        groups: tensors with their own multipliers, such as experts.
-        dtype: the format.
-
-    Attributes:
-        amax_history: [fp8_amax_history_len, groups], fp32; zeros at first.
-        multiplier: [groups], fp32; ones at first. Transformer Engine calls it the scale.
+    `groups` tensors, such as experts, have their own. `amax_history` is [fp8_amax_history_len, groups], fp32, zeros at first;
+    `multiplier`, which Transformer Engine calls the scale, is [groups], fp32, ones at first.
     """
 
     def __init__(self, config: TransformerConfig, groups: int, dtype: torch.dtype) -> None:

@@ -26,14 +26,9 @@ from recollect.lab.parallel.layout import DeviceLayout
 def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
     """Split each sequence over the ranks of a mesh.
 
-    Args:
-        model: with the same weights on all ranks, or on the meta device; changed in place. All ranks pass the same batch, of
-            whole sequences.
-        mesh: one-dimensional.
-
-    Returns:
-        The model. Its output has the logits of this rank's positions, and the whole loss. Gradients are for this rank's
-        positions, times the ranks: their mean over the mesh is the gradient. `data_parallel` over the mesh takes it.
+    The model has the same weights on all ranks, or is on the meta device, and is changed in place. All ranks pass the same
+    batch, of whole sequences. Its output has the logits of this rank's positions, and the whole loss. Gradients are for this
+    rank's positions, times the ranks: their mean over the mesh is the gradient. `data_parallel` over the mesh takes it.
 
     Raises:
         ConfigError: in forward, a sequence that is not a multiple of twice the ranks.

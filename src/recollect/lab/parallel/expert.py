@@ -25,16 +25,13 @@ from recollect.lab.parallel.layout import DeviceLayout
 def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False) -> GPTModel:
     """Give each rank of a mesh some experts of each layer.
 
-    Args:
-        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted: each rank
-            then has some channels of some experts. Changed in place. Each rank passes its own batch.
-        mesh: one-dimensional: some ranks of data and context parallelism; with tensor parallelism a different dimension of its
-            mesh.
-        balanced: assume that each rank sends equally many rows to each other; for fake tensors, whose routes are unknown.
+    The model has the same weights on all ranks, or is on the meta device; or it is from `tensor_parallel`: each rank then has
+    some channels of some experts. It is changed in place. Each rank passes its own batch. The mesh has some ranks of data and
+    context parallelism; with tensor parallelism it is a different dimension of its mesh. `balanced` assumes that each rank
+    sends equally many rows to each other; for fake tensors, whose routes are unknown.
 
-    Returns:
-        The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks;
-        other gradients cover this rank's batch. `data_parallel` averages both.
+    Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks; other gradients cover
+    this rank's batch. `data_parallel` averages both.
 
     Raises:
         ConfigError: no experts, or not a multiple of the ranks; `mesh` is that of tensor parallelism, or part of a larger one;

@@ -97,17 +97,11 @@ def data_parallel(
 ) -> GPTModel:
     """Shard every layer, and then the rest, over the ranks of a mesh with separate batches, by FSDP2.
 
-    Args:
-        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted. Changed in
-            place.
-        mesh: one-dimensional (FSDP2), or two-dimensional: replicas, each sharded (HSDP).
-        expert_mesh: for a model from `expert_parallel`, those ranks of `mesh` that have the same experts: with the mesh of
-            the experts a different view of `mesh`.
-        reshard_after_forward: whether parameters are freed after forward, and gathered again in backward.
-        precision: dtypes of parameters and reductions; None: the parameters' own.
-
-    Returns:
-        The model. Gradients are means over the ranks.
+    The model has the same weights on all ranks, or is on the meta device, or from `tensor_parallel`; it is changed in place.
+    Gradients are means over the ranks. The mesh is one-dimensional (FSDP2), or two-dimensional: replicas, each sharded (HSDP).
+    Of a model from `expert_parallel`, `expert_mesh` has those of its ranks that have the same experts: with the mesh of the
+    experts a different view of it. `reshard_after_forward`: whether parameters are freed after forward, and gathered again in
+    backward.
     """
     policy = MixedPrecisionPolicy() if precision is None else precision
     shard = partial(fully_shard, reshard_after_forward=reshard_after_forward, mp_policy=policy)

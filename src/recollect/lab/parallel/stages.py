@@ -185,11 +185,7 @@ MicroBatch = tuple[Tensor, Tensor]
 
 
 class PipelineStep:
-    """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages.
-
-    Attributes:
-        stages: torch's stages, by number.
-    """
+    """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages; `stages` are torch's, by number."""
 
     def __init__(
         self, rank: PipelineRank, mesh: DeviceMesh, num_stages: int, num_micro_batches: int, shape: tuple[int, int]

@@ -45,15 +45,10 @@ def tensor_parallel(
 ) -> GPTModel:
     """Split a model's matrices over the ranks of a mesh, and its loss along the vocabulary.
 
-    Args:
-        model: with the same weights on all ranks, or on the meta device; changed in place. All ranks pass the same batch.
-        mesh: one-dimensional.
-        sequence_parallel: also split the residual stream, along the sequence.
-        has_whole_experts: do not split experts: each rank sends the tokens of its part of a sequence to them. `expert_parallel`
-            has to share them then, over these ranks or more.
-
-    Returns:
-        The model. Its output has the logits of this rank's part of the vocabulary, and the whole loss.
+    The model has the same weights on all ranks, or is on the meta device, and is changed in place. All ranks pass the same
+    batch. Its output has the logits of this rank's part of the vocabulary, and the whole loss. `sequence_parallel` also splits
+    the residual stream, along the sequence. With `has_whole_experts`, experts are not split: each rank sends the tokens of its
+    part of a sequence to them. `expert_parallel` has to share them then, over these ranks or more.
 
     Raises:
         ConfigError: heads, channels, or the vocabulary are not a multiple of the ranks.

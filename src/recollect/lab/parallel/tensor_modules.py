@@ -179,10 +179,7 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
     needs; they are put together in the order of the ranks: all ranks have the same bits. The gradient of a
     rank's logits is its own part of softmax minus one-hot, without communication.
 
-    Args:
-        logits_BTV: [..., V] of this rank.
-        labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
-        group: the ranks among which the vocabulary is split, in equal parts, in order.
+    Labels are ids of the whole vocabulary, int64, the same on all ranks, among which it is split in equal parts, in order.
     """
     logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
     own_N = labels_N - get_rank(group) * logits_NV.shape[1]

@@ -230,10 +230,8 @@ def _units(stage: LossStage) -> list[str]:
 def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | None, Baseline]:
     """Make the run's plan and baseline, or read them from its folder.
 
-    Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json: a resumed run computes the same.
-
-    Returns:
-        The plan, or the plans of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
+    Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json: a resumed run computes the same. Without
+    a budget or Megatron's settings there is no plan.
 
     Raises:
         ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.

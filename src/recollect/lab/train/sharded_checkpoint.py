@@ -50,12 +50,9 @@ Fused: TypeAlias = tuple[Sequence[int], int]
 class StoredState:
     """The tensors of a model and its optimizer that are in this process, by name.
 
-    Tensors are the run's own: writing to them changes it. An optimizer that has taken no step gets its state first.
-
-    Attributes:
-        tensors: parameters, buffers, and the optimizer's state. Its settings follow from the run's.
-        fused: for parameters and state with reordered rows, the rows of each part in the whole model, and their
-            dimension.
+    They are parameters, buffers, and the optimizer's state; its settings follow from the run's. Tensors are the run's own:
+    writing to them changes it. An optimizer that has taken no step gets its state first. Of parameters and state with
+    reordered rows, `fused` has the rows of each part in the whole model, and their dimension.
     """
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:
