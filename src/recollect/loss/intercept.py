@@ -26,10 +26,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_
 def loss_in_chunks(model: nn.Module, num_chunks: int, *, without_gradients: bool = False) -> Iterator[None]:
     """Within the block, make the model compute its loss in chunks.
 
-    `without_gradients`: also under `no_grad`, where callers usually want the logits.
-
-    Raises:
-        ChunkedLossError, AlreadyAppliedError: see `loss_forwards`.
+    `without_gradients`: also under `no_grad`, where callers usually want the logits. See `loss_forwards`.
     """
     forwards = loss_forwards(model, num_chunks, without_gradients=without_gradients)
     for forward in forwards:

@@ -2,7 +2,7 @@
 
 The page loads nothing from the network, and its content security policy forbids it: plotly.js is included, compressed. Module
 paths and value names are untrusted text: the page holds them as JSON that cannot end the script element, and `page.js` inserts
-them as text.
+them as text. Without plotly, or where the file cannot be written, a page raises `RecollectError`.
 """
 
 import base64
@@ -49,11 +49,7 @@ def require_plotly() -> Any:
 def write_frontier_page(
     profile: Profile, frontier: Frontier, out: str | Path, *, step_flags: Sequence[str] = ()
 ) -> None:
-    """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time.
-
-    Raises:
-        RecollectError: plotly is not installed, or the file cannot be written.
-    """
+    """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time."""
     points = [("plan", point) for point in name_points(frontier)]
     points += [("classic", point) for point in classics_of(frontier)]
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
@@ -72,11 +68,7 @@ def write_frontier_page(
 
 
 def write_plan_page(profile: Profile, plan: Plan, out: str | Path) -> None:
-    """Write a page with the memory of one plan over time, and the values alive at its peak.
-
-    Raises:
-        RecollectError: plotly is not installed, or the file cannot be written.
-    """
+    """Write a page with the memory of one plan over time, and the values alive at its peak."""
     plain_bytes = classic_plan(profile, "keep_all").predicted_peak_bytes or 0
     peak_bytes = plan.predicted_peak_bytes or timeline(profile, plan).report.peak_bytes
     unit_bytes, unit = byte_unit(max(plain_bytes, peak_bytes))

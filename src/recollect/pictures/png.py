@@ -1,4 +1,7 @@
-"""Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other."""
+"""Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other.
+
+Without matplotlib, or where the file cannot be written, drawing raises `RecollectError`.
+"""
 
 import itertools
 import math
@@ -69,11 +72,7 @@ class Mark:
 
 
 def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
-    """Draw slowdown over peak: the plans, the lower bound, and the classic schedules.
-
-    Raises:
-        RecollectError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw slowdown over peak: the plans, the lower bound, and the classic schedules."""
     save_png(frontier_figure(profile, frontier), Path(out))
 
 
@@ -129,11 +128,7 @@ def _draw_bound(axes: Any, frontier: Frontier, unit_bytes: int) -> None:
 
 
 def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
-    """Draw the memory of a step over time under a plan, by category, with the budget and the values alive at the peak.
-
-    Raises:
-        RecollectError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw the memory of a step over time under a plan, by category, with the budget and the values alive at the peak."""
     save_png(memory_figure(timeline(profile, plan)), Path(out))
 
 

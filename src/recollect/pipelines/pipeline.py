@@ -87,9 +87,6 @@ class RecordedPieces:
     """Recorded stages, or parts of stages, in order, with the results computed once from each profile.
 
     `split_profiles` have a backward in halves; there are none if no schedule splits backwards.
-
-    Raises:
-        ProfileFormatError: a profile that is not of one micro-batch with gradients that accumulate.
     """
 
     def __init__(self, profiles: Sequence[Profile], split_profiles: Sequence[Profile] = ()) -> None:
@@ -149,11 +146,7 @@ class RecordedPieces:
 
 
 class Pipeline:
-    """A schedule with the recorded pieces that it runs. Results shared by several ranks or pieces are computed once.
-
-    Raises:
-        ScheduleError: the schedule splits backwards, and the pieces were not recorded so.
-    """
+    """A schedule with the recorded pieces that it runs. Results shared by several ranks or pieces are computed once."""
 
     def __init__(
         self, schedule: PipelineSchedule, recorded: RecordedPieces, sizes: Sequence[int] | None = None
@@ -259,11 +252,7 @@ class Pipeline:
     def predicted(
         self, plans: Sequence[StagePlans], peaks_bytes: Sequence[int], *, send_s: float, budget_bytes: int | None = None
     ) -> PipelinePlan:
-        """Return the plans of the stages with their own slowdowns, and the step's times.
-
-        Raises:
-            ScheduleError: the ranks deadlock.
-        """
+        """Return the plans of the stages with their own slowdowns, and the step's times."""
         plain = [Plan({})] * len(plans)
         return PipelinePlan(
             plans=tuple(self._stage_plans(stage, plans) for stage in range(self.schedule.num_stages)),

@@ -51,9 +51,6 @@ class StageParts:
         optimizer: those of the optimizer step.
         left_behind: events that free storages alive after backward: the input's gradient, which is sent to the stage before.
         num_storages, num_handles: how many numbers the events use.
-
-    Raises:
-        ProfileFormatError: gradients do not accumulate; several micro-batches; no backward.
     """
 
     def __init__(self, number: int, profile: Profile, *, is_last: bool = False) -> None:

@@ -67,6 +67,7 @@ class PipelineSchedule:
 
     Raises:
         ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or before what it follows.
+        ConfigError: a count below 1; or, with several stages a rank, micro-batches that are not a multiple of the ranks.
 
     Example:
         >>> schedule = PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=3)
@@ -134,11 +135,7 @@ class PipelineSchedule:
 
     @classmethod
     def gpipe(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-        """Return the schedule that runs all forwards, then all backwards (Huang et al. 2019).
-
-        Raises:
-            ConfigError: a count below 1.
-        """
+        """Return the schedule that runs all forwards, then all backwards (Huang et al. 2019)."""
         _check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches)
         batches = range(num_micro_batches)
         ranks = (
@@ -149,21 +146,13 @@ class PipelineSchedule:
 
     @classmethod
     def one_f_one_b(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-        """Return the schedule that alternates forward and backward once the pipeline is full (Narayanan et al. 2021).
-
-        Raises:
-            ConfigError: a count below 1.
-        """
+        """Return the schedule that alternates forward and backward once the pipeline is full (Narayanan et al. 2021)."""
         _check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches)
         return cls.interleaved_1f1b(num_ranks=num_stages, stages_per_rank=1, num_micro_batches=num_micro_batches)
 
     @classmethod
     def interleaved_1f1b(cls, *, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> PipelineSchedule:
-        """Return 1F1B with several stages on each rank: stage s on rank s mod `num_ranks` (Narayanan et al. 2021).
-
-        Raises:
-            ConfigError: a count below 1; or, with several stages a rank, micro-batches that are not a multiple of the ranks.
-        """
+        """Return 1F1B with several stages on each rank: stage s on rank s mod `num_ranks` (Narayanan et al. 2021)."""
         _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank, num_micro_batches=num_micro_batches)
         if stages_per_rank > 1 and num_micro_batches % num_ranks:
             raise ConfigError(

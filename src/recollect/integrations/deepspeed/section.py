@@ -69,7 +69,7 @@ def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSection:
-    """The section "recollect" of a configuration."""
+    """The section "recollect" of a configuration; an unknown setting or an invalid value raises ConfigError."""
 
     memory_budget: int | str | None = None
     """As of `initialize`; None is the default."""
@@ -91,9 +91,6 @@ class BudgetSection:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BudgetSection:
         """Read the section; all defaults if there is none.
-
-        Raises:
-            ConfigError: an unknown setting, or an invalid value.
 
         Example:
             >>> BudgetSection.of({"train_batch_size": 8, "recollect": {"memory_budget": "22GiB"}}).budget
@@ -139,7 +136,7 @@ class ActivationCheckpointing:
     """The section, with DeepSpeed's names and defaults; the table above describes each setting's effect here.
 
     Raises:
-        ConfigError: a value of the wrong type, or settings that clash.
+        ConfigError: a value of the wrong type, settings that clash, or one that DeepSpeed does not have.
 
     Warns:
         ConfigWarning: a setting that has no effect.
@@ -189,9 +186,6 @@ class ActivationCheckpointing:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ActivationCheckpointing | None:
         """Read the section of a DeepSpeed configuration; None if it has none.
-
-        Raises:
-            ConfigError: a setting that DeepSpeed does not have, or as raised by the class.
 
         Example:
             >>> ActivationCheckpointing.of({"train_batch_size": 8}) is None

@@ -63,7 +63,6 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
 
     Raises:
         CheckpointError: a file or tensor is missing, damaged, of the wrong shape, or belongs to no part of the model.
-        UnsupportedModelError: see `read_config`.
 
     Example:
         >>> import tempfile

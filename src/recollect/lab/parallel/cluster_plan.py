@@ -136,7 +136,6 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank need more.
-        ConfigError, NotYetError, RecordError: see `record_stages`.
         QuantityError: the budget is not an amount.
 
     Example:

@@ -234,9 +234,6 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
     a budget or Megatron's settings there is no plan.
 
     Raises:
-        ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.
-        QuantityError: the budget is not an amount of memory.
-        BudgetTooSmallError: no plan fits the budget.
         PlanFormatError: plan.json or pipeline_plans.json is damaged.
         CheckpointError: baseline.json is.
     """

@@ -105,11 +105,8 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
 
     Raises:
-        DataError: see `load_corpus`.
         CheckpointError: the run folder already holds a run (without resume), holds none (with resume), or cannot be written,
             or its newest checkpoint is damaged or has a different configuration.
-        ConfigError, NotYetError: see `Processes.check`.
-        RecordError: a different process failed.
     """
 
     def read() -> tuple[Path, Path | None, Corpus, TransformerConfig]:
