@@ -47,6 +47,10 @@ class Contestant(race.Contestant):
     difference: float = 0.0
     compile_s: float = 0.0
 
+    def time_ratios_to(self, other: race.Contestant) -> list[float]:
+        """Return its time over the other's wherever both were in one group; the reference cancels out."""
+        return [self.ratios[turn] / other.ratios[turn] for turn in self.ratios if turn in other.ratios]
+
     def numbers(self, metric: str = "slowdown", name: str | None = None) -> list[Number]:
         """Return rows with the median time, its number of rounds and percentiles; none if not timed."""
         if not self.ratios:

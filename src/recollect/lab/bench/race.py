@@ -84,10 +84,6 @@ class Contestant:
     def slowdown(self) -> float:
         return self.percentile(50)
 
-    def time_ratios_to(self, other: Contestant) -> list[float]:
-        """Return its time over the other's wherever both were in one group; the reference cancels out."""
-        return [self.ratios[turn] / other.ratios[turn] for turn in self.ratios if turn in other.ratios]
-
 
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return a percentile, linearly interpolated.

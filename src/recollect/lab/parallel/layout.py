@@ -76,10 +76,7 @@ class DeviceLayout(PipelineLayout):
         return prod(getattr(self, name) for name in _AXES)
 
     def check_model(self, config: TransformerConfig, *, seq_length: int | None = None) -> None:
-        """Check that a model can be spread like this.
-
-        Every rank gets the same answer, since it depends only on the numbers.
-        """
+        """Check that a model can be spread like this, with the same answer on every rank: it depends only on the numbers."""
         ranks = self.tensor_model_parallel_size
         if ranks > 1:
             _check_parts(config, ranks, has_whole_experts=self.has_whole_experts)

@@ -184,10 +184,7 @@ class _Writer(FileSystemWriter):
 
 
 def read_tensors(path: Path, stored: StoredState) -> None:
-    """Read this process's parts of a checkpoint into a run, whatever layout wrote it.
-
-    No process waits for the others.
-    """
+    """Read this process's parts of a checkpoint into a run, whatever layout wrote it. No process waits for the others."""
     reader, planner = FileSystemReader(path), _LoadByWholeRows(stored)
     try:
         with warnings.catch_warnings():
