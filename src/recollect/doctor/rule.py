@@ -121,16 +121,14 @@ class Rule:
     """A problem that can be recognised: one row of the table in docs/doctor.md."""
 
     name: str
-    """As in findings."""
+    """As in findings, where certainty, fix, source and fatal are explained, too."""
     sees: str
     """The evidence that the rule uses, in words; by default the pattern."""
     problem: str
     """What goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found."""
     cause: str
     fix: tuple[str, ...]
-    """Advice, the best first."""
     source: str
-    """Where it was reported or documented."""
     certainty: Certainty = "certain"
     pattern: str = ""
     """Regular expression of a line of text that shows it; its groups fill the {names}; "" if the rule uses other
@@ -140,7 +138,6 @@ class Rule:
     frame: str = ""
     """Regular expression of the frame of a traceback or stack in which it happens; "" if the rule uses other evidence."""
     fatal: bool = False
-    """Whether a run ends by it."""
 
     def is_in(self, line: str) -> bool:
         return _compiled(self.pattern).search(line) is not None

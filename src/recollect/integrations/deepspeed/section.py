@@ -72,11 +72,9 @@ class BudgetSection:
     """The section "recollect" of a configuration; an unknown setting or an invalid value raises ConfigError."""
 
     memory_budget: int | str | None = None
-    """As of `initialize`; None is the default."""
+    """As of `initialize`, and so are the next two; None is the default."""
     on_larger: OnLarger = "replan"
-    """What to do at a step that no plan was made for."""
     units: list[str] | None = None
-    """Module paths of the layers to plan; None where they are found."""
     measure: bool = False
     """Whether to measure peaks on the CPU, too; see `recollect.attach`."""
 

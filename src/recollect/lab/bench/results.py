@@ -98,7 +98,6 @@ class BenchResults:
     reference: str
     """Name of the setting that slowdowns refer to."""
     rows: tuple[Row, ...]
-    """One per setting, in the order requested."""
     memory_limit_bytes: int | None = None
     """Peaks above this count as OOM."""
     threshold: float = 0.05

@@ -54,7 +54,6 @@ class ClusterStep:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of weights and activations; with bf16, gradients, master weights and moments are fp32."""
     sharding: Sharding = "none"
-    """The state that data parallelism shares."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     """"torch" receives into buffers for all micro-batches and holds sent tensors, as torch's schedules do; "megatron"
     frees received and sent tensors."""

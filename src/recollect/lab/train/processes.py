@@ -29,7 +29,6 @@ class Processes:
 
     layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
     sharding: Sharding = "none"
-    """The state that data parallelism shares."""
     ranks: Ranks = ALONE
     mesh: LayoutMesh | None = None
     """The groups that share parts of the model; None for one process."""

@@ -63,7 +63,6 @@ class Outcome:
     budget_bytes: int | None
     """Bound on the step's peak; None without a budget."""
     predicted_peak_bytes: int | None
-    """Predicted peak of the plan; None without a budget."""
     predicted_slowdown: float | None
     """Added time of the plan as a fraction of the step without recompute; None without a budget."""
     step_s: float | None
