@@ -42,15 +42,11 @@ class RecordedStage:
 
 
 class StageParts:
-    """The events of one recorded micro-batch in parts.
+    """The events of one recorded micro-batch in parts: those of each kind of action, and of the optimizer step.
 
-    Attributes:
-        parts: the events of each kind of action.
-        let_go: of the last stage: the events that free its outputs, with bytes, by the backward, or half of one, at whose
-            end they come at the earliest.
-        optimizer: those of the optimizer step.
-        left_behind: events that free storages alive after backward: the input's gradient, which is sent to the stage before.
-        num_storages, num_handles: how many numbers the events use.
+    Of the last stage, `let_go` has the events that free its outputs, with bytes, by the backward, or half of one, at whose
+    end they come at the earliest. `left_behind` has those that free storages alive after backward: the input's gradient, which
+    is sent to the stage before. `num_storages` and `num_handles`: how many numbers the events use.
     """
 
     def __init__(self, number: int, profile: Profile, *, is_last: bool = False) -> None:

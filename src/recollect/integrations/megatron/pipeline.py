@@ -16,10 +16,7 @@ _REPEATED: Final = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 
 
 def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]:
-    """Return the layers of each model chunk, in the order of the model.
-
-    Raises:
-        ConfigError: layers that cannot be divided among the stages.
+    """Return the layers of each model chunk, in the order of the model; raise if they cannot be divided among the stages.
 
     Example:
         >>> from recollect.integrations.megatron import TrainingSetting

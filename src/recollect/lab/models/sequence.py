@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 class WholeSequence:
-    """All positions, in order.
-
-    Attributes:
-        ranks: among how many ranks sequences are split.
+    """All positions, in order; `ranks` says among how many ranks sequences are split.
 
     Example:
         >>> import torch

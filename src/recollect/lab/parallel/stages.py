@@ -27,10 +27,8 @@ class LossStage(GPTModel):
 
     As a pipeline's schedule runs it: the last one returns its loss, and nothing else. With multi-token prediction, it has a
     copy of the embedding as well. Backward of routers' losses starts at their own stage; the loss that the last stage returns
-    has only its own. `ends` says whether the stage is the first and the last, which layers tell unless there are none.
-
-    Attributes:
-        router_losses: of each forward before the last stage, those of its routers; the step takes them.
+    has only its own. The step takes `router_losses`, of each forward before the last stage those of its routers. `ends` says
+    whether the stage is the first and the last, which layers tell unless there are none.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS

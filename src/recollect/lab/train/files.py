@@ -27,10 +27,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a temporary file next to `path`, sync it to disk, then rename it to `path`.
 
     A process killed in between leaves the old `path` unchanged, and a `.partial` file for `remove_partial`. What is not a file
-    (/dev/null, /dev/stdout, a pipe) is written to; a link stays one.
-
-    Raises:
-        OSError: the folder is not writable or the disk is full; the temporary file is removed.
+    (/dev/null, /dev/stdout, a pipe) is written to; a link stays one. If OSError is raised, since the folder is not writable or
+    the disk is full, the temporary file is removed.
     """
     if path.exists() and (not path.is_file() or path.is_relative_to("/dev")):
         with path.open("wb") as device:

@@ -312,8 +312,7 @@ def stop_requests(stop: threading.Event) -> Iterator[None]:
 def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
     """Use CUDA's deterministic kernels in a with-block, if `wanted` and if CUDA is available; a CPU always gives the same bits.
 
-    Raises:
-        RuntimeError: from an op in the block that has no deterministic kernel; `--no-deterministic` allows any.
+    An op in the block that has no such kernel raises RuntimeError; `--no-deterministic` allows any.
     """
     if not (wanted and torch.cuda.is_available()):
         yield

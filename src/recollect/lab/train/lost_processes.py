@@ -40,9 +40,7 @@ _runs = itertools.count()
 def named_errors(ranks: Ranks) -> Iterator[None]:
     """Let an error in the block name the process where it began; each process of the run calls this. See `peer_watch`.
 
-    Raises:
-        RecordError: a different process failed, or has ended.
-        Exception: the error of this process itself.
+    It is a RecordError if a different process failed, or has ended, and else the error of this process itself.
     """
     last_words = LastWords(f"recollect/run/{next(_runs)}", ranks)
     try:

@@ -94,13 +94,8 @@ class MetricsFile(Log):
     """Append one JSON object per step to `path`.
 
     Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint; the resumed
-    run repeats them. Floats read back to the same bits.
-
-    Raises:
-        CheckpointError: a line of the file is not a record.
-
-    Warns:
-        UserWarning: the last line is half of one, as a killed process leaves it, and is removed.
+    run repeats them. Floats read back to the same bits. A line that is not a record raises CheckpointError; half of one at the
+    end, as a killed process leaves it, is removed with a warning.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
