@@ -16,12 +16,13 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train import checkpoint
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.corpus import Corpus, Windows, batch_at, load_corpus
+from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
 from recollect.lab.train.sharded_checkpoint import Checkpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
+from recollect.lab.train.windows import Windows, batch_at
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 

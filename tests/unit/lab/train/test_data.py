@@ -11,8 +11,9 @@ import torch
 
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.corpus import Corpus, TokenWindows, Windows, batch_at, load_corpus
+from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.documents import read_documents
+from recollect.lab.train.windows import TokenWindows, Windows, batch_at
 
 
 def write(path: Path, content: str | bytes) -> Path:

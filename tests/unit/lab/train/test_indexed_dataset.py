@@ -9,8 +9,8 @@ import pytest
 
 from indexed_files import random_documents, write_dataset
 from recollect.errors import DataError
-from recollect.lab.train.corpus import BlendedWindows, PackedDocuments, TokenWindows
 from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows
 
 
 @pytest.fixture
