@@ -24,7 +24,8 @@ from recollect.errors import ConfigError, ConfigWarning
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
-from recollect.lab.parallel.stages import LossStage, received
+from recollect.lab.parallel.pipeline_step import received
+from recollect.lab.parallel.stages import LossStage
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import Step

@@ -24,7 +24,8 @@ from recollect.capturing.plan_for_pool import plan_for_pool
 from recollect.errors import NotYetError, PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_plan, megatron_stage_plans
-from recollect.lab.parallel.stages import LossStage, PipelineRank, received
+from recollect.lab.parallel.pipeline_step import received
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import read_object, write_text
 from recollect.lab.train.optimizer_step import build_optimizer, measure_step

@@ -29,7 +29,8 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
 from recollect.lab.parallel.expert import ExchangedExperts
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, share_model
-from recollect.lab.parallel.stages import LossStage, PipelineRank, PipelineStep
+from recollect.lab.parallel.pipeline_step import PipelineStep
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
