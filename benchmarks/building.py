@@ -19,10 +19,11 @@ import torch.distributed as dist
 from flags import parse
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.config import DataFlags, ProcessFlags, TrainConfig
+from recollect.lab.train.exchange import local_part
 from recollect.lab.train.model_flags import ModelFlags, SizeName
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.processes import joined_processes
-from recollect.lab.train.trained import build_trained, local_part
+from recollect.lab.train.trained import build_trained
 
 
 @dataclass(frozen=True, kw_only=True)

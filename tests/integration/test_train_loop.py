@@ -15,6 +15,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.config import RunFlags
+from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ModelFlags
 from recollect.lab.train.optim_flags import OptimFlags
@@ -22,7 +23,7 @@ from recollect.lab.train.optimizer_step import measure_step, resident_bytes
 from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, LiveDisplay, MetricsFile, Outcome, PlainDisplay, StepRecord
 from recollect.lab.train.session import open_session
-from recollect.lab.train.trained import Exchange, Trained, build_trained
+from recollect.lab.train.trained import Trained, build_trained
 from training_runs import config, losses, run
 
 

@@ -23,13 +23,13 @@ from recollect.errors import DataError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train import session as session_module
 from recollect.lab.train.config import ProcessFlags, TrainConfig
+from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags, Fp8Flags
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.prepare import PipelinePlans, record_own_stages
 from recollect.lab.train.processes import joined_processes
 from recollect.lab.train.session import open_session
-from recollect.lab.train.trained import PipelineExchange
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan, digest_of

@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity
 import recollect
 from recollect.capturing.cuda_graphs import CudaGraphs
 from recollect.lab.train.config import ProfileFlags, TrainConfig
+from recollect.lab.train.exchange import CapturedExchange
 from recollect.lab.train.files import only_run_in
 from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device
 from recollect.lab.train.prepare import PipelinePlans, prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
 from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, PlainDisplay, StepRecord, TensorBoardLog
 from recollect.lab.train.session import Session, open_session
-from recollect.lab.train.trained import CapturedExchange
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.plans.plan import Plan

@@ -27,11 +27,12 @@ from recollect.integrations.megatron import megatron_plan, megatron_stage_plans
 from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.train.config import StepFlags
+from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.files import read_object, write_text
 from recollect.lab.train.optimizer_step import build_optimizer, measure_step
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
-from recollect.lab.train.trained import PipelineExchange, build_trained
+from recollect.lab.train.trained import build_trained
 from recollect.measuring.timing import timed
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.planning.loss_chunks import fewest_chunks, plan_with_chunks

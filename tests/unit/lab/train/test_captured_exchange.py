@@ -10,9 +10,9 @@ import torch
 import recollect
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.lab.train.exchange import CapturedExchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.session import Session, open_session
-from recollect.lab.train.trained import CapturedExchange
 from repeated_runs import RepeatedRuns
 from training_runs import config
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import learning_rate_at
-from recollect.lab.train.trained import Exchange
 
 
 class Regression(nn.Module):
