@@ -27,7 +27,7 @@ from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags, Fp8Flags
 from recollect.lab.train.optim_flags import OptimFlags
-from recollect.lab.train.prepare import PipelinePlans, record_own_stages
+from recollect.lab.train.pipeline_plans import PipelinePlans, record_own_stages
 from recollect.lab.train.processes import joined_processes
 from recollect.lab.train.session import open_session
 from recollect.plans.action import Action

@@ -26,7 +26,8 @@ from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.exchange import CapturedExchange
 from recollect.lab.train.files import only_run_in
 from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device
-from recollect.lab.train.prepare import PipelinePlans, prepare
+from recollect.lab.train.pipeline_plans import PipelinePlans
+from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
 from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, PlainDisplay, StepRecord, TensorBoardLog
 from recollect.lab.train.session import Session, open_session

@@ -26,7 +26,7 @@ from recollect.lab.train.checkpoint import (
     write_manifest,
 )
 from recollect.lab.train.files import only_run_in, write_atomically, write_text
-from recollect.lab.train.prepare import PipelinePlans
+from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
