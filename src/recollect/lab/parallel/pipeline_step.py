@@ -17,31 +17,18 @@ MicroBatch = tuple[Tensor, Tensor]
 
 
 class PipelineStep:
-    """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages.
-
-    Attributes:
-        stages: torch's stages, by number.
-    """
+    """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages; `stages` are torch's, by number."""
 
     def __init__(
-        self,
-        rank: PipelineRank,
-        mesh: DeviceMesh,
-        *,
-        num_stages: int,
-        num_micro_batches: int,
-        batch_size: int,
-        seq_length: int,
-        device: torch.device,
+        self, rank: PipelineRank, mesh: DeviceMesh, num_stages: int, num_micro_batches: int, shape: tuple[int, int]
     ) -> None:
         self._rank, self._num_micro_batches = rank, num_micro_batches
-        shape = batch_size, seq_length
         self.stages = {
             number: PipelineStage(
                 stage,
                 number,
                 num_stages,
-                device,
+                next(rank.parameters()).device,
                 # With these, no forward that routers would count runs before the first step.
                 input_args=received(stage, shape),
                 output_args=torch.empty((), device="meta") if stage.is_last else _between(stage, shape),
@@ -62,14 +49,10 @@ class PipelineStep:
         return replace(schedule_of(self._torch), return_outputs=False)
 
     def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Run forward and backward of a step; leaves gradients of the mean loss.
+        """Run forward and backward of a step over tokens and labels, each int64 [B, T]; leaves gradients of the mean loss.
 
-        Args:
-            batches: tokens and labels, each int64 [B, T], as many as micro-batches.
-
-        Returns:
-            The loss of each micro-batch in the last stage, and router losses in earlier stages; together they make the
-            pipeline's loss.
+        Return the loss of each micro-batch in the last stage, and router losses in earlier stages; together they make the
+        pipeline's loss.
         """
         stages = self._rank.stages.values()
         for stage in stages:
@@ -78,11 +61,7 @@ class PipelineStep:
         return [*losses, *(loss for stage in stages for loss in stage.router_losses)]
 
     def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Run forward only.
-
-        Returns:
-            The loss of each micro-batch; of a rank without the last stage, none.
-        """
+        """Run forward only; return the loss of each micro-batch, of a rank without the last stage none."""
         found: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
             own = list(batches[first : first + self._num_micro_batches])

@@ -68,13 +68,7 @@ class Exchange:
 
 
 class CapturedExchange(Exchange):
-    """A step of one process whose micro-batches run as a CUDA graph.
-
-    Args:
-        example: a micro-batch of the run.
-        plan: None: everything is kept.
-        accumulation: micro-batches of a step.
-    """
+    """A step of one process, of `accumulation` micro-batches like the example, which run as a CUDA graph."""
 
     def __init__(
         self,

@@ -18,12 +18,9 @@ from recollect.lab.train.indexed_dataset import IndexedDataset
 
 
 class TokenWindows:
-    """Windows of one stream, each once per epoch, in an order drawn from (seed, epoch).
+    """Windows of one stream of at least `seq_length + 1` ids, each once per epoch, in an order drawn from (seed, epoch).
 
-    Args:
-        tokens: at least `seq_length + 1` ids.
-        seq_length: distance between windows; an incomplete last window is not used.
-        seed: seed of the order; None: in the order of the stream, for validation.
+    An incomplete last window is not used. Without a seed, for validation, they are in the order of the stream.
     """
 
     def __init__(self, tokens: Tokens, *, seq_length: int, seed: int | None) -> None:
@@ -47,15 +44,8 @@ class PackedDocuments:
     windows are shuffled again. One difference: Megatron shuffles all epochs together, so its order depends on the length of the
     run; here each document comes once per epoch, and a longer run begins like a shorter one.
 
-    Args:
-        dataset: the documents.
-        sequences: the sequences to use, from and to (exclusive).
-        seq_length: distance between windows; an incomplete last window is not used.
-        seed: seed of the orders; None: in the order of the file, for validation.
-        vocab_size: all ids are below this.
-
-    Attributes:
-        num_tokens, num_windows: per epoch; num_windows is 0 for fewer than `seq_length + 1` tokens.
+    `sequences` are those to use, from and to (exclusive). An incomplete last window is not used. Without a seed, for
+    validation, all are in the order of the file. `num_tokens` and `num_windows` are per epoch; there may be no window.
 
     Example:
         >>> import pathlib, tempfile
