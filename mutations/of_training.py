@@ -470,7 +470,7 @@ MUTATIONS = (
         "words-of-the-first-rank",
         "every rank takes its part of the vocabulary for the first one",
         "loss",
-        (("part = VocabularyPart(group, rank * size, num_words", "part = VocabularyPart(group, 0, num_words"),),
+        (("part = VocabularyPart(group, first, num_words", "part = VocabularyPart(group, 0, num_words"),),
     ),
     Mutation(
         "hidden-gradient-not-summed",

@@ -69,9 +69,10 @@ def chunked_cross_entropy(
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         transform: elementwise map from logits [tokens, V] to the input of the softmax, such as
             `lambda logits: 30 * torch.tanh(logits / 30)`. It reads no other tensor that requires grad.
-        group: ranks among which the LM head is split along the vocabulary, in equal parts and in order, as under tensor
-            parallelism. `weight` and `bias` are this rank's parts, or DTensors; `labels` are the same on all ranks, and so is
-            `hidden`, whose gradient is summed over them. A `hidden` that is split along the sequence, a DTensor, is gathered.
+        group: ranks among which the LM head is split along the vocabulary, in order, as under tensor parallelism.
+            `weight` and `bias` are this rank's parts, or DTensors; `labels` are the same on all ranks, and so is
+            `hidden`, whose gradient is summed over them. A `hidden` that is split along the sequence, a DTensor, is
+            gathered.
 
     Returns:
         The loss, a scalar: fp32, or fp64 if the products are. With `group`, the same bits on all ranks; it is infinite if

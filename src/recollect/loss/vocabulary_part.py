@@ -36,9 +36,9 @@ class VocabularyPart:
 
     group: dist.ProcessGroup
     """The ranks, in the order of their parts."""
-    first: int
+    first: int | Tensor
     """Number of this rank's first word."""
-    num_words: int
+    num_words: int | Tensor
     """Of all ranks."""
     sums_hidden: bool
     """Whether the gradient of the hidden states is yet to be summed over the ranks."""
@@ -76,16 +76,21 @@ def split_head(
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
-    num_words, size = weight.shape[0] * ranks, weight.shape[0]
-    if is_traceable_wrapper_subclass(weight):
-        num_words, size = weight.shape[0], -(-weight.shape[0] // ranks)
-    if size * (ranks - 1) >= num_words:
+    words = weight.shape[0]
+    size = -(-words // ranks)
+    if size * (ranks - 1) >= words and (is_traceable_wrapper_subclass(weight) or not words):
         raise ChunkedLossError(
-            f"chunked_cross_entropy: got a weight of {num_words} words for {ranks} ranks, expected some for each rank. Use "
+            f"chunked_cross_entropy: got a weight of {words} words for {ranks} ranks, expected some for each rank. Use "
             "loss_chunks=1."
         )
+    first: int | Tensor = rank * size
+    num_words: int | Tensor = words
+    if not is_traceable_wrapper_subclass(weight):  # Parts may differ in size; on the device, for which nothing waits.
+        sizes = torch.empty(ranks, dtype=torch.int64, device=weight.device)
+        all_gather_rows(sizes, torch.full_like(sizes[:1], words), group)
+        first, num_words = sizes[:rank].sum(), sizes.sum().double()
     is_split = is_traceable_wrapper_subclass(hidden)
-    part = VocabularyPart(group, rank * size, num_words, sums_hidden=not is_split)
+    part = VocabularyPart(group, first, num_words, sums_hidden=not is_split)
     if is_split:
         hidden = _gathered(hidden, group)
     return hidden, _local("weight", weight, group), None if bias is None else _local("bias", bias, group), part

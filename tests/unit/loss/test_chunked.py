@@ -96,12 +96,10 @@ def test_no_further_from_float64_than_the_plain_loss(
     ids=["mean", "sum", "smoothed", "softcapped"],
 )
 def test_parts_of_the_vocabulary_have_the_loss_and_the_gradients_of_the_whole(options: dict[str, Any]) -> None:
-    """Two ranks have a part each, of the same size."""
-    hidden, *others, labels = (tensor.detach() for tensor in case(torch.float64))
-    weight, bias = (tensor[: WORDS - 1] for tensor in others)
-    labels = labels.clamp(max=WORDS - 2)
-    half = WORDS // 2
-    labels[0, 1:5] = torch.tensor([0, half - 1, half, 2 * half - 1])  # The first and the last word of each part.
+    """Two ranks have a part each, the first of one word more."""
+    hidden, weight, bias, labels = (tensor.detach() for tensor in case(torch.float64))
+    half = WORDS // 2 + 1
+    labels[0, 1:5] = torch.tensor([0, half - 1, half, WORDS - 1])  # The first and the last word of each part.
 
     def of_part(_: Group) -> list[Tensor]:
         rank = dist.get_rank()
