@@ -45,7 +45,7 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
         return [text for text in texts if text]
     documents: list[str] = []
     for path in paths:
-        if not (path.is_dir() or path.is_file()):
+        if not path.exists():
             raise DataError(
                 f"training data {path}: no such file or folder, expected a text file, a .jsonl file or a folder. Check --data."
             )
@@ -90,7 +90,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
             f"training data {path}: got a binary file, expected UTF-8 text. Convert it or remove it from --data."
         )
     if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, data.decode(), text_field)
+        yield from _read_jsonl(path, data.decode("utf-8-sig"), text_field)
     elif data:
         yield data.decode()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,18 @@ def test_jsonl_lines_are_documents_and_may_hold_line_separators(tmp_path: Path) 
     lines = [json.dumps({"text": "one\u2028still one"}, ensure_ascii=False), "", json.dumps({"text": "two"})]
     path = write(tmp_path / "d.jsonl", "\n".join(lines))
     assert read_documents((path,)) == ["one\u2028still one", "two"]
-    other = write(tmp_path / "e.jsonl", '{"body": "three"}\n')
+    # With the mark that programs of Windows put before the first line.
+    other = write(tmp_path / "e.jsonl", '\ufeff{"body": "three"}\n')
     assert read_documents((other,), text_field="body")[0] == "three"
+
+
+def test_a_pipe_is_a_document() -> None:
+    """As a shell's `--data <(zcat notes.gz)`."""
+    reader, writer = os.pipe()
+    os.write(writer, b"from a program")
+    os.close(writer)
+    assert read_documents((Path(f"/dev/fd/{reader}"),)) == ["from a program"]
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
