@@ -115,7 +115,7 @@ def _setting(entry: Any, where: str) -> Setting:
             return parse_setting(entry)
         except BenchError as problem:
             raise BenchError(f"{where}: {problem}") from None
-    if not isinstance(entry, Mapping):
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("model") or {}, Mapping):
         raise BenchError(f"{where}: got {entry!r}, expected {_SPELLINGS}, or a mapping of Megatron's names.")
     values = {key: value for key, value in entry.items() if key not in ("name", "model")}
     values |= entry.get("model") or {}
@@ -158,7 +158,7 @@ def _name_of(values: Mapping[str, Any]) -> str:
         return f"{_BUDGET} {values[_BUDGET]}"
     parts = [str(values.get(_GRANULARITY))]
     parts += [str(values[key]) for key in ("recompute_method", "recompute_num_layers") if key in values]
-    if values.get("recompute_modules") is not None:
-        parts.append(",".join(values["recompute_modules"]) or "no modules")
+    if (modules := values.get("recompute_modules")) is not None:
+        parts.append(",".join(map(str, modules if isinstance(modules, list | tuple) else [modules])) or "no modules")
     known = (_GRANULARITY, "recompute_method", "recompute_num_layers", "recompute_modules")
     return " ".join([*parts, *(f"{key}={value}" for key, value in values.items() if key not in known)])

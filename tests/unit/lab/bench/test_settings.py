@@ -76,6 +76,7 @@ def test_yaml_has_words_or_megatrons_names(tmp_path: Path) -> None:
         ("a: 1", "expected a list of settings"),
         ("[]", "expected a list of settings"),
         ("- 7", "entry 1: got 7, expected 'none'"),
+        ("- model: core_attn", "entry 1: got {'model': 'core_attn'}, expected 'none'"),
         ("- none\n- sometimes", "entry 2: setting 'sometimes': cannot be read"),
         (
             "- {memory_budget: 60%, recompute_granularity: full}",
@@ -111,5 +112,7 @@ def test_names_that_megatron_does_not_have() -> None:
 
 
 def test_settings_that_clash_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="recompute_modules=7"):
+        named_settings([Setting({"recompute_granularity": "selective", "recompute_modules": 7})])
     with pytest.raises(ConfigError, match="full recompute needs"):
         named_settings([parse_setting("full")])
