@@ -44,6 +44,8 @@ PARSED = [
     (f"{BUDGET} --dtype bfl6", "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
     (f"{BUDGET} --num-experts 4 --moe-router-topk 9", "--moe-router-topk: got 9, expected at most --num-experts = 4."),
     (f"{BUDGET} --pipeline-split x", "--pipeline-split: got 'x', expected {auto}|{[INT [INT ...]]}."),
+    ("coverage --hardware H100", "--hardware: no such flag of recollect coverage."),
+    (f"{BENCH} --threads 100000", "--threads: got 100000, expected 1 to 1024"),
     (f"{BENCH} --rounds 0", "--rounds: got 0, expected at least 1"),
     (f"{BENCH} --threshold 5", "--threshold: got 5, expected a fraction between 0 and 1"),
     (f"{BENCH} --out table.xlsx", "--out: got table.xlsx, expected a name that ends in .csv, .json, .md"),
@@ -66,7 +68,14 @@ ERRORS = [
     (f"{BUDGET} --fake --hardware foo", "Error: --hardware: got 'foo', expected one of H100,"),
     (f"{BUDGET} {TENSOR}", "Error: no --fake: a layout of many devices is planned on a machine without them"),
     ("plan --size 70b --memory-budget 80GiB", "no --fake: the model's parameters take 257.0 GiB and its gradients "),
-    (f"{BUDGET} --batch-size 999999999", "and its gradients as much, the tokens 1.9 TiB, and cpu has "),
+    *(
+        (f"{line} --batch-size 999999999", "and its gradients as much, the tokens 1.9 TiB, and cpu has ")
+        for line in (BUDGET, "coverage", "bench", "train --size tiny --run-dir {folder}/run")
+    ),
+    (
+        f"{BUDGET} --seq-length {10**20}",
+        f"Error: --batch-size 8, --seq-length {10**20}: a tensor has more bytes than 64 bits can count. Choose a",
+    ),
     (f"{BUDGET} --size llama-8B", "Did you mean '8b'? See"),
     # Found before the step is built: there is no such config.
     ("plan --hf-config none.json --memory-budget 60", "'60': has no unit; write '60%' for"),
@@ -149,6 +158,10 @@ ERRORS = [
 ]
 # Lines that parse, and the whole of their errors.
 WHOLE = [
+    (
+        "calibrate --out {folder}/hw",
+        "Error: --out {folder}/hw: expected a name that ends in .json, as --hardware does.",
+    ),
     *(
         (
             f"{command} --out {{folder}}/{out}",

@@ -11,6 +11,7 @@ from recollect.cli.commands import Calibrate
 from recollect.cli.common import check_folder, write_file
 from recollect.costs.calibrate import Calibration, calibrate
 from recollect.costs.hardware import KINDS
+from recollect.errors import RecollectError
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.recording.host_times import around_ops
 
@@ -18,6 +19,8 @@ from recollect.recording.host_times import around_ops
 def run_calibrate(command: Calibrate, console: Console) -> None:
     """Measure the device, print its rates and the fit of the cost model, and write them."""
     check_folder(command.out, "--out")
+    if command.out.suffix != ".json":
+        raise RecollectError(f"--out {command.out}: expected a name that ends in .json, as --hardware does.")
     device = resolve_device(command.device)
     measured = calibrate(device, quick=command.quick)
     measured = replace(measured, hardware=replace(measured.hardware, host=around_ops(device, traces=True).host))

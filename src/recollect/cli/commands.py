@@ -11,7 +11,7 @@ from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags, at_least
+from recollect.lab.train.optim_flags import OptimFlags, at_least, within
 from recollect.quantities import parse_bytes
 
 _SUFFIXES = (".csv", ".json", ".md")
@@ -117,23 +117,27 @@ class ModelStep:
     """A torch device; auto is cuda if available, else cpu."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "seq_length", *(() if self.batch_size is None else ("batch_size",)))
+        at_least(self, 1, "seq_length", "batch_size")
 
     @property
     def num_sequences(self) -> int:
-        if self.batch_size is not None:
-            return self.batch_size
         # One sequence of the default model is so small that recompute can save little next to weights and optimizer.
         is_default = self.model == ModelFlags() and self.hf_config is None
-        return OptimFlags().batch_size if is_default else 1
+        return self.batch_size or (OptimFlags().batch_size if is_default else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedStep(ModelStep):
-    """The training step to record, on real or fake tensors."""
+class FakeStep(ModelStep):
+    """The training step to run, on real or fake tensors."""
 
     fake: bool = False
-    """Record on fake tensors: any model in seconds, without its memory; times come from a cost model."""
+    """Use fake tensors: any model in seconds, without its memory; times come from a cost model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep(FakeStep):
+    """The training step to record."""
+
     hardware: str | None = None
     """With --fake: the hardware to model, such as H100, B200, RTX 4090, or a file written by recollect calibrate; default: this
     machine's GPU if it is known, else H100."""
@@ -255,7 +259,7 @@ class ShowTimeline(Command):
 class ShowCoverage(Command):
     """Run one training step, and show which layers a setting recomputes or offloads, and why others are not covered."""
 
-    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    step: OmitArgPrefixes[FakeStep] = field(default_factory=FakeStep)
     recompute: _Recompute = field(default_factory=RecomputeFlags)
     """The setting, as Megatron's flags."""
     plan: Path | None = None
@@ -268,13 +272,9 @@ class ShowCoverage(Command):
     def __post_init__(self) -> None:
         given = (self.plan is not None, bool(self.recompute.fields()), self.gradient_checkpointing)
         if sum(given) > 1:
-            raise ValueError(
-                "plan: got more than one setting, expected a plan, Megatron's flags or gradient_checkpointing."
-            )
+            raise ValueError("plan: got several settings, expected a plan, Megatron's flags or gradient_checkpointing.")
         if self.gradient_checkpointing and self.step.hf_config is None:
-            raise ValueError(
-                "gradient_checkpointing: got it without hf_config, expected both: it is Hugging Face's switch."
-            )
+            raise ValueError("gradient_checkpointing: got it without hf_config, expected both: Hugging Face has it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +354,9 @@ class Bench(Command):
     """Files for the results, by suffix: .md (the table), .csv and .json (all numbers)."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_microbatches", "rounds", *(() if self.threads is None else ("threads",)))
+        at_least(self, 1, "num_microbatches", "rounds")
+        if self.threads is not None:  # thousands leave no memory for anything else
+            within("threads", self.threads, 1, 1024)
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold: got {self.threshold:g}, expected a fraction between 0 and 1.")
         for path in self.out:

@@ -4,7 +4,7 @@ That is tables on the console, and files and pictures that are checked before th
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import recollect
-from recollect.byte_format import format_bytes
-from recollect.cli.commands import ModelStep, RecordedStep
+from recollect.cli.commands import FakeStep, ModelStep, RecordedStep
 from recollect.errors import ConfigError, RecollectError
 from recollect.extras import needed
 from recollect.fields import writing
@@ -22,9 +21,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.files import write_text
 from recollect.lab.train.optim_flags import OptimFlags
-from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
-from recollect.measuring.device_memory import memory_bytes
-from recollect.measuring.host_memory import host_memory_bytes
+from recollect.lab.train.optimizer_step import SMALLER, build_optimizer, check_memory, resolve_device
 from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
 from recollect.planning.planners import Engine
@@ -80,13 +77,25 @@ def build_step(
     flags: ModelStep, device: torch.device, config: TransformerConfig | None = None
 ) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords."""
-    with device:
-        if flags.hf_config is not None:
-            model = _hugging_face_model(flags.hf_config)
-        else:
-            model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
-        model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
-        tokens = torch.zeros(flags.num_sequences, flags.seq_length, dtype=torch.int64)
+    sizes: Mapping[str, object] = {"batch_size": flags.num_sequences, "seq_length": flags.seq_length}
+    if device.type != "meta":
+        model, batch, _ = build_step(flags, torch.device("meta"), config)
+        fakes, advice = {"fake": False}, "Add --fake, which records it without memory."
+        given = (fakes, advice) if isinstance(flags, FakeStep) else (sizes, SMALLER)
+        check_memory(model, batch["labels"].nbytes, device, *given)
+    try:
+        with device:
+            if flags.hf_config is not None:
+                model = _hugging_face_model(flags.hf_config)
+            else:
+                model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
+            model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
+            tokens = torch.zeros(flags.num_sequences, flags.seq_length, dtype=torch.int64)
+    except (RuntimeError, TypeError) as problem:
+        if "verflow" not in str(problem):
+            raise
+        reason = "a tensor has more bytes than 64 bits can count"
+        raise ConfigError(settings=sizes, reason=reason, advice=SMALLER) from None
     batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
     return model, batch, build_optimizer(model, OptimFlags())
 
@@ -103,18 +112,6 @@ def step_recorder(
     """Build the step and return a function that records it with a given number of loss chunks."""
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
-    if not flags.fake:  # Systems end a process that asks for too much without a word.
-        model, batch, _ = build_step(flags, torch.device("meta"), config)
-        nbytes, batch_bytes = sum(parameter.nbytes for parameter in model.parameters()), batch["labels"].nbytes
-        there = memory_bytes(device) or host_memory_bytes()
-        if 2 * nbytes + batch_bytes > there:
-            need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
-            need += f", the tokens {format_bytes(batch_bytes)}" if batch_bytes > nbytes else ""
-            reason, advice = (
-                f"{need}, and {device} has {format_bytes(there)}",
-                "Add --fake, which records it without memory.",
-            )
-            raise ConfigError(settings={"fake": False}, reason=reason, advice=advice)
     model, batch, optimizer = build_step(flags, device, config)
     return lambda loss_chunks: recollect.record(
         model,

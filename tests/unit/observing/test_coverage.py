@@ -253,11 +253,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (
             ["--plan", "a", "--recompute-activations"],
-            "Error: --plan: got more than one setting, expected a plan, Megatron's",
+            "Error: --plan: got several settings, expected a plan, Megatron's flags or",
         ),
         (
             ["--gradient-checkpointing"],
-            "Error: --gradient-checkpointing: got it without --hf-config, expected both: it is",
+            "Error: --gradient-checkpointing: got it without --hf-config, expected both: Hugging",
         ),
     ):
         assert main(["coverage", *words]) == 2

@@ -4,18 +4,22 @@ The optimizer is AdamW with weight decay for matrices only.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from recollect._torch_parallel import GradientBuckets
-from recollect.errors import HardwareError
+from recollect.byte_format import format_bytes
+from recollect.errors import ConfigError, HardwareError
 from recollect.lab.train.optim_flags import OptimFlags
+from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.host_memory import host_memory_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
 
 _Result = TypeVar("_Result")
+SMALLER: Final = "Choose a smaller model, or fewer tokens."
 
 
 def resolve_device(name: str) -> torch.device:
@@ -33,6 +37,21 @@ def resolve_device(name: str) -> torch.device:
             f"{here}. To plan for a different one, add --fake --hardware H100 (recollect plan, explain, frontier)."
         ) from None
     return device
+
+
+def check_memory(
+    model: nn.Module, batch_bytes: int, device: torch.device, settings: Mapping[str, object], advice: str
+) -> None:
+    """Check that a device may hold a model and its gradients: systems end a process that asks for too much without a word."""
+    nbytes, there = (
+        sum(parameter.nbytes for parameter in model.parameters()),
+        memory_bytes(device) or host_memory_bytes(),
+    )
+    if 2 * nbytes + batch_bytes > there:
+        need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
+        need += f", the tokens {format_bytes(batch_bytes)}" if batch_bytes > nbytes else ""
+        reason = f"{need}, and {device} has {format_bytes(there)}"
+        raise ConfigError(settings=settings, reason=reason, advice=advice)
 
 
 def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:

@@ -22,7 +22,7 @@ from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, PipelineExchange, RanksExchange
-from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
+from recollect.lab.train.optimizer_step import SMALLER, build_optimizer, check_memory, resolve_device
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.sharded_checkpoint import parts_of
 
@@ -76,7 +76,11 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
         # Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing
         # of bf16 numbers near the weights and would be lost.
         model = GPTModel(dimensions, compute_dtype=torch.bfloat16 if config.step.precision == "bf16" else None)
-    weights = SeedWeights(model, config.step.seed, resolve_device(config.step.device))
+    device = resolve_device(config.step.device)
+    if processes.mesh is None:
+        sizes = {"batch_size": config.optim.batch_size, "seq_length": config.data.seq_length}
+        check_memory(model, 8 * sizes["batch_size"] * sizes["seq_length"], device, sizes, SMALLER)
+    weights = SeedWeights(model, config.step.seed, device)
     if processes.layout.pipeline_model_parallel_size > 1:
         return _pipeline(model, weights, config, processes)
     mesh, layout = processes.mesh, processes.layout
