@@ -46,6 +46,12 @@ def test_nearest_settings_of_another_tool_are_printed(
     assert "peak" in plan and "peak" in other and lost.startswith("lost: ") and settings.startswith(written)
 
 
+def test_a_plan_that_no_setting_of_another_tool_comes_near_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *STEP, "--fake", "--memory-budget", "43%", "--write", "megatron", "--out", str(out)]) == 2
+    assert recollect.Plan.load(out).budget_bytes
+
+
 def test_default_batch_is_that_of_train_for_the_default_model_only() -> None:
     assert ModelStep().num_sequences == TrainConfig().optim.batch_size == 8
     assert (

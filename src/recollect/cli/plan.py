@@ -73,10 +73,10 @@ def run_plan(command: MakePlan, console: Console) -> None:
     print_line(console, f"without recompute {format_bytes(planned.plain_peak_bytes)}")
     if plan.offloads:
         print_line(console, str(prices(planned.profile, plan)))
-    if command.write is not None:
-        print_line(console, _nearest(command.write, planned.profile, plan))
     if command.plan_file is not None:
         write_file(command.plan_file, plan.to_json() + "\n", console, flag="--out")
+    if command.write is not None:
+        print_line(console, _nearest(command.write, planned.profile, plan))
     if command.png is not None:
         draw_memory(planned.profile, plan, command.png)
         print_line(console, f"Memory drawn to {command.png}.")
