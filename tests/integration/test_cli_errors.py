@@ -30,6 +30,8 @@ PARSED = [
     ("train --stepz 3", "--stepz: no such flag of recollect train. Did you mean '--steps'?"),
     ("train --steps 0", "--steps: got 0, expected at least 1."),
     ("train --steps", "--steps: got no value, expected one."),
+    ("train --lr nan", "--learning-rate: got nan, expected at least 0."),
+    ("train --seed -1", "--seed: got -1, expected 0 to 4294967295."),
     ("train --lr high", "--lr: got 'high', expected a number."),
     ("train --resume", "--resume: got it without --run-dir, expected the folder of the run to go on with."),
     (
@@ -65,6 +67,7 @@ ERRORS = [
         "plan --memory-budget 1KiB --fake --size tiny",
         "Error: --memory-budget: 1.0 KiB (1024 bytes) is below the least ",
     ),
+    (f"{BUDGET} --fake --host-budget 60%", "Error: --memory-budget or --host-budget: got '60%': unknown suffix '%'"),
     (f"{BUDGET} --fake --hardware foo", "Error: --hardware: got 'foo', expected one of H100,"),
     (f"{BUDGET} {TENSOR}", "Error: no --fake: a layout of many devices is planned on a machine without them"),
     ("plan --size 70b --memory-budget 80GiB", "no --fake: the model's parameters take 257.0 GiB and its gradients "),
@@ -153,6 +156,7 @@ ERRORS = [
     (f"{BENCH} --out {{folder}}/none/t.md", "{folder}/none/t.md: cannot be written (no folder"),
     (f"{BENCH} --memory-limit lots", "'lots': "),
     (f"{BENCH} --setting none --setting none", "--setting: got 'none': given twice"),
+    ("explain --fake --yaml {folder}/broken.json", "--yaml {folder}/broken.json: cannot be read (line 2, column 1"),
     ("explain --fake --yaml {folder}/none.yaml", "none.yaml: cannot be read (No such file or directory)"),
     ("explain --fake --json {folder}/none/e.json", "e.json: cannot be written (no folder"),
 ]

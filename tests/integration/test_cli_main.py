@@ -143,6 +143,28 @@ def test_settings_that_clash_are_named_by_their_flags(capsys: pytest.CaptureFixt
     assert "got recompute_granularity='selective', recompute_method='uniform': " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "coverage --recompute-method uniform",
+            "got no --recompute-granularity, --recompute-method uniform: without a granularity nothing is recomputed. Set "
+            "--recompute-granularity to 'full' or 'selective', or leave the others out. [needs-granularity]",
+        ),
+        (
+            "coverage --recompute-granularity selective --recompute-modules",
+            "got --recompute-granularity selective, --recompute-modules: an empty list, so nothing is recomputed. Leave out "
+            "--recompute-granularity to say so, or --recompute-modules for the default, core_attn. [empty-modules]",
+        ),
+        ("timeline --device cuda", "--device cuda: without effect with --fake; --hardware says what to model."),
+    ],
+)
+@pytest.mark.filterwarnings("always")
+def test_warnings_name_flags(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*line.split(), "--fake", "--size", "tiny", "--seq-length", "16"]) == 0
+    assert capsys.readouterr().err == f"Warning: {message}\n"
+
+
 def test_a_path_or_a_call_in_an_error_is_left_as_it_is() -> None:
     error = ValueError("num_layers: got 2, see src/num_layers.py, fit(num_layers=2), a.num_layers() and 'num_layers'.")
     said = in_flags(error, {"num_layers": "--num-layers"}, [])

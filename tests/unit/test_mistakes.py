@@ -254,7 +254,7 @@ def test_typos_in_a_setting_are_found_when_it_is_read() -> None:
         parse_setting("memory_budget 60")
 
 
-@pytest.mark.parametrize("name", ["gpu0", "gpu", "cuda:77", "cuda:-1", ""])
+@pytest.mark.parametrize("name", ["gpu0", "gpu", "cuda:77", "cuda:-1", "meta", ""])
 def test_devices_that_are_not_here(name: str) -> None:
     with pytest.raises(HardwareError, match=rf"^--device {name}: cannot be used \(.+\), expected auto or .+: cpu"):
         resolve_device(name)

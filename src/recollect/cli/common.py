@@ -28,6 +28,7 @@ from recollect.planning.planners import Engine
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.recording.step_recording import Gradients
+from recollect.warning import warn_user
 
 
 def wide_console(console: Console, width: int) -> Console:
@@ -110,6 +111,8 @@ def step_recorder(
     engine: Engine = "tape",
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks."""
+    if flags.fake and flags.device not in ("auto", "cpu"):
+        warn_user(f"--device {flags.device}: without effect with --fake; --hardware says what to model.")
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
     model, batch, optimizer = build_step(flags, device, config)

@@ -126,12 +126,18 @@ def main(args: Sequence[str] | None = None) -> int:
         # Frames and bullets should not end a command whose output goes to an encoding that lacks them.
         sys.stdout.reconfigure(errors="replace")
     errors = Console(file=sys.stderr)  # the current one, whatever replaces it while flags are parsed
+    # A settings file contains setting names, not flags.
+    is_of_flags = words[:1] and words[0] in _COMMANDS and "--yaml" not in words
+
+    def text_of(problem: Exception) -> str:
+        return in_flags(problem, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(problem)
+
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` should end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _show_warning(errors, str(message))
+            warnings.showwarning = lambda message, *_, **__: _show_warning(errors, text_of(message))
             with shared_warnings():
                 command = _parse(words)
             if not isinstance(command, commands.RunMegatron):
@@ -140,10 +146,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except RecollectError as error:
         if "--debug" in words:
             raise
-        # A settings file contains setting names, not flags.
-        is_of_flags = words[:1] and words[0] in _COMMANDS and "--yaml" not in words
-        text = in_flags(error, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(error)
-        print_line(errors, f"Error: {text}", style="red")
+        print_line(errors, f"Error: {text_of(error)}", style="red")
         return _EXIT_ERROR
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")

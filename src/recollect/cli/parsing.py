@@ -1,5 +1,6 @@
 """Parse a command's flags, and name flags in errors, whether tyro, the value's class or the library refuses one."""
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -42,6 +43,7 @@ _QUOTED_AT_START: Final = re.compile(r"(?:\w+: got |\w+ )?'([^']*)'(?=[:,] )")
 _FIELD_AT_START: Final = re.compile(r"^(?:\w+\.)?(\w+)(?=: )")
 # Not a part of a path or a call, nor an argument of one.
 _FIELD: Final = re.compile(r"(?<![\w./'-])([a-z]\w*_\w+)(?![\w=(/]|\.\w)")
+_FIELD_AND_VALUE: Final = re.compile(r"(?<![\w./'-])(?<!\w\()([a-z]\w*_\w+)=(\([^()]*\)|(['\"]?)[\w.%]+\3)")
 
 
 def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
@@ -87,7 +89,7 @@ def flags_of(kind: Any) -> dict[str, str]:
 
 
 def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) -> str:
-    """Return an error's text with flags in place of the settings that they set.
+    """Return the text of an error or a warning with flags in place of the settings that they set.
 
     Example:
         >>> in_flags(ValueError("num_layers: got 0, expected at least 1."), {"num_layers": "--num-layers"}, [])
@@ -111,7 +113,16 @@ def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) ->
         text = f"{flag} {text}"
     elif start not in args:
         text = _FIELD_AT_START.sub(lambda field: flags.get(field[1], field[0]), text)
+    text = _FIELD_AND_VALUE.sub(lambda found: _as_given(found, flags), text)
     return _FIELD.sub(lambda field: flags.get(field[1], field[0]), text)
+
+
+def _as_given(setting: re.Match[str], flags: Mapping[str, str]) -> str:
+    """Return a setting such as `loss_chunks=1` as its flag; unchanged if it has none."""
+    value: object = setting[2]
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(setting[2])
+    return _given(flags[setting[1]], value) if setting[1] in flags else setting[0]
 
 
 def _given(flag: str, value: object) -> str:
@@ -119,15 +130,13 @@ def _given(flag: str, value: object) -> str:
         return flag
     if value is None or value is False:
         return f"no {flag}"
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}".rstrip()
 
 
 def _flag_before(value: str, args: Sequence[str]) -> str:
-    """Return the flag that a value was given to; "" if there is none."""
-    for flag, word in zip(args, args[1:], strict=False):
-        if word == value and flag.startswith("--"):
-            return flag
-    return next((word.partition("=")[0] for word in args if word.partition("=")[2] == value), "")
+    """Return the flag that a value was given to, or several that it may be of; "" if there is none."""
+    pairs = [*zip(args, args[1:], strict=False), *((word.partition("=")[0], word.partition("=")[2]) for word in args)]
+    return " or ".join(dict.fromkeys(flag for flag, given in pairs if given == value and flag.startswith("--")))
 
 
 def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str) -> str:

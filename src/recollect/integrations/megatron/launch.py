@@ -65,13 +65,13 @@ def launch_words(
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
     The file is a shell script with one command of `pretrain_gpt.py`, has only its flags, or (.yaml, .yml) what Bridge's
-    `ConfigContainer.to_yaml` writes, for which `flags` has the flag of each setting. `given_as` names the file in errors.
-    `has_size`: whether the number of processes is given besides.
+    `ConfigContainer.to_yaml` writes, as any file of --yaml, for which `flags` has the flag of each setting. `given_as`: the flag that
+    names the file, for errors. `has_size`: whether the number of processes is given besides.
     """
     where = f"{given_as} {path}"
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix not in (".yaml", ".yml"):
+        if given_as == "--megatron" and path.suffix not in (".yaml", ".yml"):
             return command_words(_script_words(text, where), has_size=has_size)
         data = parse_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:

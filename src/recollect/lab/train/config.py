@@ -83,6 +83,8 @@ class StepFlags:
     def __post_init__(self, bf16: bool) -> None:
         if bf16:
             object.__setattr__(self, "precision", "bf16")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: got {self.seed}, expected 0 to {2**32 - 1}.")
         if self.loss_chunks != "auto":
             at_least(self, 1, "loss_chunks")
         elif self.recompute is not None:

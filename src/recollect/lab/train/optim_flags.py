@@ -11,7 +11,7 @@ DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 def at_least(flags: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(flags, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # which nan is not
             raise ValueError(f"{name}: got {value}, expected at least {least}.")
 
 

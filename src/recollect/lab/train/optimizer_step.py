@@ -28,6 +28,8 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError("neither a CPU nor CUDA")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         # PyTorch has no error class for this.
