@@ -42,6 +42,10 @@ PARSED = [
     ("plan", "--memory-budget: missing. Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the "),
     (f"{BUDGET} --seq-length 0", "--seq-length: got 0, expected at least 1."),
     (f"{BUDGET} --num-layers 0", "--num-layers: got 0, expected at least 1."),
+    *(
+        (f"{BUDGET} {flag} 0", f"{flag}: got 0, expected at least 1.")
+        for flag in ("--vocab-size", "--ffn-hidden-size", "--kv-channels")
+    ),
     (f"{BUDGET} --num-layers two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --dtype bfl6", "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
     (f"{BUDGET} --num-experts 4 --moe-router-topk 9", "--moe-router-topk: got 9, expected at most --num-experts = 4."),
@@ -131,6 +135,18 @@ ERRORS = [
     (
         f"{FAKE} --tensor-model-parallel-size 3",
         "Error: --num-attention-heads 4, --tensor-model-parallel-size 3: 4 is not a multiple of 3.",
+    ),
+    *(
+        (f"{FAKE} --tensor-model-parallel-size {size}", f"--tensor-model-parallel-size {size}: it counts devices.")
+        for size in (0, -1)
+    ),
+    (
+        f"{FAKE} --data-parallel-size 4 --world-size 2",
+        "--data-parallel-size 4, --world-size 2: that leaves 2 ranks of data parallelism. Leave one of them out.",
+    ),
+    (
+        f"{FAKE} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank -1",
+        "--num-virtual-stages-per-pipeline-rank -1: it counts stages. Pass 1 or more.",
     ),
     (f"{FAKE} {TENSOR} --write torchtitan", "--write torchtitan: not yet"),
     (f"{FAKE} --data-parallel-size 4 --global-batch-size 6", "--global-batch-size 6, "),

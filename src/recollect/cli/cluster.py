@@ -8,7 +8,7 @@ from rich.console import Console
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import ClusterFlags, MakePlan
-from recollect.cli.common import write_file
+from recollect.cli.common import warn_of_model_flags, write_file
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
@@ -84,8 +84,9 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         devices_per_node=flags.node.devices_per_node,
         adapters_per_node=flags.node.adapters_per_node,
     )
+    layout = _sizes(flags)
     config = _model(command)
-    layout = _layout(flags, config)
+    layout = _staged(layout, flags, config)
     return ClusterStep(
         config=config,
         layout=layout,
@@ -110,13 +111,22 @@ def _model(command: MakePlan) -> TransformerConfig:
         return replace(step.model, make_vocab_size_divisible_by=multiple).dimensions(seq_length=step.seq_length)
     from recollect.lab.models.hugging_face import read_config  # needs safetensors
 
+    warn_of_model_flags(step.model)
     model_type, config = read_config(step.hf_config)
     return config.changed(separate_projections=model_type != "gpt2")  # whose c_attn is one matrix
 
 
-def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
-    """Return the layout, with the layers of each stage where flags for uneven ones set them."""
+def _sizes(flags: ClusterFlags) -> DeviceLayout:
+    """Return the layout, with as many layers in each stage."""
+    given = {"data_parallel_size": flags.data_parallel_size, "world_size": flags.world_size}
     layout = flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
+    if flags.data_parallel_size not in (1, layout.data_parallel_size):
+        clash(given, f"that leaves {layout.data_parallel_size} ranks of data parallelism", "Leave one of them out.")
+    return layout
+
+
+def _staged(layout: DeviceLayout, flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
+    """Return the layout with the layers of each stage where flags for uneven ones set them."""
     names = (*_WHOLE, *_UNEVEN)
     given = {name: value for name in names if (value := getattr(flags, name)) is not None and value is not False}
     if given.keys() <= {"pipeline_split", _EACH}:
@@ -133,6 +143,8 @@ def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
         )
     ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
     virtual = flags.num_virtual_stages_per_pipeline_rank
+    if virtual is not None and virtual < 1:
+        clash({"num_virtual_stages_per_pipeline_rank": virtual}, "it counts stages", "Pass 1 or more.")
     if each is not None:
         virtual = num_virtual_stages(config.num_layers + len(given.keys() & set(_COUNTED)), ranks, each)
     setting = TrainingSetting(

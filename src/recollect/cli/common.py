@@ -5,6 +5,7 @@ That is tables on the console, and files and pictures that are checked before th
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ from recollect.fields import writing
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.files import write_text
+from recollect.lab.train.model_flags import ModelFlags
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import SMALLER, build_optimizer, check_memory, resolve_device
 from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
 from recollect.planning.planners import Engine
-from recollect.printing import print_line
+from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 from recollect.recording.step_recording import Gradients
 from recollect.warning import warn_user
 
 
 def wide_console(console: Console, width: int) -> Console:
-    """Return a console of a given width unless a terminal has its own: in a file, no column needs to be broken."""
-    return console if console.is_terminal else Console(width=width, file=console.file)
+    """Return a console of a given width unless a terminal has its own: in a file, no column needs to be broken.
+
+    A terminal of less than 80 columns breaks lines itself: tables would lose columns.
+    """
+    width = columns_of(console) if console.is_terminal else width
+    return console if console.is_terminal and console.width >= width else Console(width=width, file=console.file)
 
 
 def describe_step(profile: Profile) -> str:
@@ -87,7 +93,7 @@ def build_step(
     try:
         with device:
             if flags.hf_config is not None:
-                model = _hugging_face_model(flags.hf_config)
+                model = _hugging_face_model(flags.hf_config, flags.model)
             else:
                 model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
             model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
@@ -130,7 +136,14 @@ def step_recorder(
     )
 
 
-def _hugging_face_model(path: Path) -> nn.Module:
+def warn_of_model_flags(given: ModelFlags) -> None:
+    """Warn of flags of recollect's own models beside `--hf-config`; Megatron's command lines always pad the vocabulary."""
+    default = ModelFlags()
+    if replace(given, make_vocab_size_divisible_by=default.make_vocab_size_divisible_by) != default:
+        warn_user("--hf-config describes the whole model: other flags of the model are without effect.")
+
+
+def _hugging_face_model(path: Path, others: ModelFlags) -> nn.Module:
     with needed("transformers", by="--hf-config"):
         import transformers
     path = path / "config.json" if path.is_dir() else path
@@ -138,6 +151,7 @@ def _hugging_face_model(path: Path) -> nn.Module:
         raise RecollectError(
             f"--hf-config {path}: no such file, expected a config.json of a causal language model, downloaded before."
         )
+    warn_of_model_flags(others)
     try:
         config: Any = transformers.AutoConfig.from_pretrained(str(path))
         config.use_cache = False  # a key-value cache is for generation; in training it only wastes memory

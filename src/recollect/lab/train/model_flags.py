@@ -152,7 +152,7 @@ class ModelFlags:
 
     def __post_init__(self) -> None:
         self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
-        at_least(self, 1, "make_vocab_size_divisible_by")
+        at_least(self, 1, "make_vocab_size_divisible_by", "vocab_size", "ffn_hidden_size", "kv_channels")
         if self.use_rotary_position_embeddings and self.position_embedding_type == "learned_absolute":
             self._refuse_both("use_rotary_position_embeddings", "position_embedding_type")
         if self.use_flash_attn and self.attention_backend in ("unfused", "local"):

@@ -1,0 +1,28 @@
+"""Code shared by the commands: consoles for tables, and flags without effect."""
+
+import io
+import warnings
+
+import pytest
+from rich.console import Console
+
+from recollect.cli.common import warn_of_model_flags, wide_console
+from recollect.lab.train.model_flags import ModelFlags
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "width", "expected"), [(True, 60, 80), (True, 100, 100), (True, 200, 200), (False, 60, 120)]
+)
+def test_tables_have_room_for_their_columns(is_terminal: bool, width: int, expected: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
+    assert wide_console(console, 120).width == expected
+
+
+def test_flags_of_the_model_beside_one_of_hugging_face() -> None:
+    with pytest.warns(
+        UserWarning, match=r"^--hf-config describes the whole model: other flags of the model are without"
+    ):
+        warn_of_model_flags(ModelFlags(num_layers=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_model_flags(ModelFlags(make_vocab_size_divisible_by=128))
