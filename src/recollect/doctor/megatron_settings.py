@@ -24,6 +24,7 @@ _OF_MODEL = frozenset(
 )
 _LOGITS_MATTER = 2**30
 _BYTES_A_LOGIT = 10  # bf16, fp32, and the gradient in fp32
+_NUMBERS = {f.name for f in dataclasses.fields(TrainingSetting) if f.type in ("int", "int | None")}
 
 
 def is_megatron(settings: Settings) -> bool:
@@ -43,7 +44,9 @@ def findings(settings: Settings, *, out_of_memory: str = "", nan: str = "") -> I
     config = RecomputeSettings(**taken)
     setting = TrainingSetting()
     try:
-        setting = TrainingSetting(**taken_settings(TrainingSetting, settings.values))
+        given = taken_settings(TrainingSetting, settings.values)
+        # Templates have text where a number belongs.
+        setting = TrainingSetting(**{k: v for k, v in given.items() if k not in _NUMBERS or isinstance(v, int)})
     except (ConfigError, TypeError) as problem:
         if isinstance(problem, ConfigError):
             yield _clash("setting", settings, problem, "ValueError")

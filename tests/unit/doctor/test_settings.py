@@ -152,6 +152,16 @@ def test_local_attention_makes_core_attn_worthwhile() -> None:
     assert rules("x.py --transformer-impl local --recompute-granularity selective") == []
 
 
+@pytest.mark.parametrize(
+    ("layers", "recomputed", "rule"),
+    [("{{ layers }}", "1", "full-is-slow"), ("4", "x", "megatron-num-layers-positive")],
+)
+def test_text_where_a_number_belongs(layers: str, recomputed: str, rule: str) -> None:
+    """As in a template, or a typo."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    assert rule in rules(f"python pretrain_gpt.py --num-layers '{layers}' {full} {recomputed}")
+
+
 def test_flags_over_several_lines() -> None:
     script = (
         "x.py \\\n  --recompute-granularity selective \\\n  --recompute-modules core_attn \\\n    mlp \\\n  --bf16\n"

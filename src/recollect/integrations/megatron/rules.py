@@ -38,7 +38,7 @@ def types_clash(config: Any) -> Clash | None:
 def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
     """Return the clash if more layers should be recomputed than the largest model chunk has."""
     value = config.recompute_num_layers
-    if config.recompute_granularity != "full" or value is None or value <= max(sizes):
+    if config.recompute_granularity != "full" or type(value) is not int or value <= max(sizes):
         return None
     chunks = "the model has" if len(sizes) == 1 else f"the largest of {len(sizes)} model chunks has"
     return Clash(
