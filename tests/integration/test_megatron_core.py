@@ -114,6 +114,7 @@ MISTAKES = {
     "no.py --recollect-budget 1": "recollect megatron no.py: no such file, expected a training script of Megatron's.",
     "no.py --lr 1": "--recollect-budget: missing. Bound on the peak of the step on each device",
     "no.py --recollect-budget 1 --recollect-bugdet 1": "--recollect-bugdet: no such flag of recollect megatron. Did you mean",
+    f"{__file__} --recollect-budget 5% --recollect-host-budget lots": "--recollect-host-budget: got 'lots': does not begin",
     f"{__file__} --recollect-budget 5": "--recollect-budget: got '5': has no unit; write '5%'",
     "--lr 1 no.py --recollect-budget 1": "--lr: no such flag of recollect megatron.",
 }

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recollect.cli.commands import RunMegatron
 from recollect.errors import RecollectError
-from recollect.quantities import check_budget
+from recollect.quantities import check_budget, parse_bytes
 
 _MODULE, _FUNCTION = "megatron.training.training", "setup_model_and_optimizer"
 
@@ -31,6 +31,7 @@ def run_megatron(command: RunMegatron, console: Console) -> None:
         raise RecollectError(f"{name}: no such file, expected a training script of Megatron's.")
     # Before the script takes minutes to build its model. How large its device is, nobody knows yet.
     check_budget(command.recollect_budget, device_bytes=1)
+    parse_bytes(command.recollect_host_budget)
     prefix = "recollect_"
     attaching = _Attaching({k.removeprefix(prefix): v for k, v in vars(command).items() if k.startswith(prefix)})
     sys.argv = [str(command.script), *command.script_flags]
