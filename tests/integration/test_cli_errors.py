@@ -46,6 +46,8 @@ PARSED = [
         (f"{BUDGET} {flag} 0", f"{flag}: got 0, expected at least 1.")
         for flag in ("--vocab-size", "--ffn-hidden-size", "--kv-channels")
     ),
+    (f"{BUDGET} --num-layers=two", "--num-layers: got 'two', expected a whole number."),
+    (f"{BUDGET} --micro_batch_size=two", "--micro-batch-size: got 'two', expected a whole number."),
     (f"{BUDGET} --num-layers two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --dtype bfl6", "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
     (f"{BUDGET} --num-experts 4 --moe-router-topk 9", "--moe-router-topk: got 9, expected at most --num-experts = 4."),
@@ -172,6 +174,14 @@ ERRORS = [
     (f"{BENCH} --out {{folder}}/none/t.md", "{folder}/none/t.md: cannot be written (no folder"),
     (f"{BENCH} --memory-limit lots", "'lots': "),
     (f"{BENCH} --setting none --setting none", "--setting: got 'none': given twice"),
+    (
+        "plan --memory-budget 60% --megatron {folder}/no.yaml",
+        "no.yaml: got nothing to plan for, expected flags of a model.",
+    ),
+    (
+        "plan --memory-budget 60% --vocab-size 9 --megatron {folder}/layout.yaml",
+        "layout 7, --num-layers 8, no --mtp-num-la",
+    ),
     ("explain --fake --yaml {folder}/broken.json", "--yaml {folder}/broken.json: cannot be read (line 2, column 1"),
     ("explain --fake --yaml {folder}/none.yaml", "none.yaml: cannot be read (No such file or directory)"),
     ("explain --fake --json {folder}/none/e.json", "e.json: cannot be written (no folder"),
@@ -216,6 +226,8 @@ def test_flags_that_do_not_parse(line: str, message: str, capsys: pytest.Capture
 def test_errors_are_one_line(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "no.yaml").write_text("trainer: {epochs: 3}\n")
+    (tmp_path / "layout.yaml").write_text("pipeline_model_parallel_layout: 7\n")
     recollect.Plan({"layers.9": recollect.UnitPlan({})}).save(tmp_path / "other.json")
     assert main(shlex.split(line.replace("{folder}", str(tmp_path)))) == 2
     output = capsys.readouterr()

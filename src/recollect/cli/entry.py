@@ -210,6 +210,10 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
         name, _, inline = word.partition("=")
         if name in ("--megatron", "--yaml") and name in own:
             words = launch_words(Path(inline or value), known, given_as=name, has_size=has_size)
+            if not words and name == "--megatron":
+                raise RecollectError(
+                    f"--megatron {inline or value}: got nothing to plan for, expected flags of a model."
+                )
     names |= _names_in(words)
     is_whole = words and "--megatron" in own
     if is_whole and not names & {"--vocab-size", "--size", "--hf-config"}:

@@ -135,8 +135,14 @@ def _given(flag: str, value: object) -> str:
 
 def _flag_before(value: str, args: Sequence[str]) -> str:
     """Return the flag that a value was given to, or several that it may be of; "" if there is none."""
-    pairs = [*zip(args, args[1:], strict=False), *((word.partition("=")[0], word.partition("=")[2]) for word in args)]
-    return " or ".join(dict.fromkeys(flag for flag, given in pairs if given == value and flag.startswith("--")))
+    return " or ".join(dict.fromkeys(flag for flag, given in _pairs(args) if given == value))
+
+
+def _pairs(args: Sequence[str]) -> list[tuple[str, str]]:
+    """Return flags and what is given to them, by `--flag value` or `--flag=value`."""
+    inline = ((name, value) for name, is_inline, value in (word.partition("=") for word in args) if is_inline)
+    found = [*zip(args, args[1:], strict=False), *inline]
+    return [(flag.replace("_", "-"), value) for flag, value in found if flag.startswith("--")]
 
 
 def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str) -> str:
@@ -162,7 +168,7 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
         return f"{_as_written(found[2], args)}: got {found[1]!r}, {expected}"
     if found := re.match(r"Error parsing (--\S+): ", text):
         flag = _as_written(found[1], args)
-        value = next((word for word, before in zip(args[1:], args, strict=False) if before == flag), "")
+        value = next((value for given, value in _pairs(args) if given == flag), "")
         kind = takes.rpartition(", ")[2].partition(" ")[2]
         return f"{flag}: got {value!r}, expected {_KINDS.get(kind, kind)}."
     reason = re.sub(r"^Error parsing \S+: ", "", text)
@@ -171,7 +177,8 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
 
 def _as_written(names: str, args: Sequence[str]) -> str:
     """Return the name that was given, out of a flag's names separated by slashes."""
-    return next((name for name in names.split("/") if name in args), names.rpartition("/")[2])
+    given = {word.partition("=")[0].replace("_", "-") for word in args}
+    return next((name for name in names.split("/") if name in given), names.rpartition("/")[2])
 
 
 @REGISTRY.primitive_rule

@@ -31,7 +31,7 @@ command_not_found_handle() { :; }
 """
 _SECONDS: Final = 20
 # Commands in its trace, except what only mentions one.
-_TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--num-layers[\s=].*)$", re.MULTILINE)
+_TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.* --num-layers[ =].*)$", re.MULTILINE)
 _IN_A_WORD: Final = re.compile(r"\s--num-layers[\s=]")
 _LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
 # Of Bridge's `ConfigContainer` and Megatron-LM's YAML, with names of Megatron's flags; the first that has a name decides.
@@ -173,7 +173,7 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -
                 advice="Write it before, or as a string: 'Et*4|(t*4|)*14t*4L'.",
             )
         values.pop("virtual_pipeline_model_parallel_size", None)
-        yield f"--pipeline-model-parallel-layout={'|'.join(layout_stages(layout))}"
+        yield f"--pipeline-model-parallel-layout={'|'.join(layout_stages(layout if isinstance(layout, list) else str(layout)))}"
     unread = []
     for name, value in values.items():
         flag = _FLAG_OF.get(name) or flags.get(name) or f"--{name.replace('_', '-')}"

@@ -118,6 +118,7 @@ def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None
             "echo nothing",
             r"a.sh: starts 0 different commands with --num-layers, expected one. Pass it after -- inst",
         ),
+        ("a.sh", "torchrun a.py --hidden-size 4 --num-layers", "starts 0 different commands with --num-layers"),
         ("a.sh", "for n in 1 2; do python a.py --num-layers $n; done", "starts 2 different commands with --num-layers"),
         (
             "a.sh",
