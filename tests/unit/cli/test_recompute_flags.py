@@ -1,15 +1,13 @@
 """Megatron's recompute flags, as a command line gives them; and each line in the guides that users follow."""
 
-import os
 import shlex
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tyro
 
-from command_lines import DOCUMENTED, commands_in
+from command_lines import DOCUMENTED
 from recollect.cli.entry import parse_train
 from recollect.cli.parsing import REGISTRY
 from recollect.cli.recompute_flags import RecomputeFlags
@@ -163,30 +161,3 @@ def test_the_values_of_a_whole_line_arrive() -> None:
     )
     assert (config.optim.batch_size, config.data.seq_length, model.max_position_embeddings) == (1, 2048, 2048)
     assert config.step.recompute.modules == ("core_attn", "mlp")
-
-
-def test_commands_are_found_in_a_guide() -> None:
-    guide = """
-Text with `--one flag` and a name, `--two`, and no command.
-```bash
-python pretrain_gpt.py \\
-    --num-layers 2 \\  # a comment
-    # another
-    --swiglu \\
-    ...
-```
-Then:
-```bash
---a 1 \\
---b  # Default
-# --c 3
---d 4 \\
-```
-"""
-    assert list(commands_in(guide)) == ["--one flag", "--num-layers 2 --swiglu", "--a 1 --b", "--d 4"]
-
-
-@pytest.mark.skipif("RECOLLECT_GUIDES" not in os.environ, reason="needs RECOLLECT_GUIDES, a folder of guides")
-def test_no_command_line_of_the_guides_is_missing() -> None:
-    guides = sorted(Path(os.environ["RECOLLECT_GUIDES"]).iterdir())
-    assert list(dict.fromkeys(command for path in guides for command in commands_in(path.read_text()))) == DOCUMENTED
