@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from asked_cases import AskedCases
-from metered_processes import ROOT, check_row, metered, needs_meter
-from rank_processes import run_ranks
+from metered_processes import check_row, metered, needs_meter
 
 pytestmark = needs_meter
 
@@ -87,12 +86,6 @@ def test_two_budgets_are_the_same_error_in_both(name: str, cases: AskedCases) ->
     expected = r"ConfigError: got budget in rank 0='80%', budget in rank 1='90%': two values of budget in one group"
     assert re.match(expected, first["error"]), first
     assert first["error"] == second["error"]
-
-
-@pytest.mark.long  # A minute: a layer is compiled in three ways.
-def test_compiled_layers_stay_so_in_two_processes() -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    run_ranks(2, ROOT / "tests/support/compiled_trainer_ranks.py")
 
 
 @two_trainers
