@@ -267,19 +267,6 @@ def test_one_graph_of_the_whole_model() -> None:
             torch.compile(plain, fullgraph=True)(ROWS)
 
 
-@pytest.mark.long
-def test_removed_plan_leaves_a_compiled_model() -> None:
-    plain = built()
-    model = torch.compile(plain)
-    expected = stepped(model, plain)
-    with pytest.warns(ConfigWarning, match=EAGER.format("the model")):
-        recollect.fit(model, ROWS, "80%")
-    for applied in recollect.applied_to(model):
-        applied.remove()
-    assert same(stepped(model, plain), expected)
-    assert not any("forward" in vars(module) for module in plain.modules())
-
-
 def test_forced_eager_is_not_compiled(eager: Gradients) -> None:
     plain = built()
     recollect.fit(plain, ROWS, "80%")

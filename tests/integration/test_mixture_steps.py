@@ -1,4 +1,4 @@
-"""Steps of Mixtral and DeepSeek-V3 under plans: the same bits, the same routes, the same training, with everything that draws
+"""Steps of Mixtral and DeepSeek-V3 under plans: the same bits, the same routes, with everything that draws
 random numbers, counts or adds to the loss switched on.
 
 Single modules that run again are in `test_megatron_gradients.py`.
@@ -17,12 +17,10 @@ from gradients import gradients
 from policies import NOTHING_KEPT
 from predictions import LEAN_LOOP, classic_peaks
 from recollect.applying import apply_policy
-from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
 from tiers import long, long_but
@@ -88,48 +86,9 @@ def test_routes_are_chosen_once(case: str) -> None:
     assert watch.computing_ops()["_grouped_mm"] > unplanned.computing_ops()["_grouped_mm"]
 
 
-def train(
-    model: GPTModel, plan: Plan | None, steps: int, accumulation: int = 2
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Learn by heart a few sequences; return the loss of each micro-batch, and the state at the end."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    applied = recollect.apply(model, plan) if plan is not None else None
-    for _ in range(steps):
-        for part in range(accumulation):
-            loss = model(**batch_of(part)).loss
-            (loss / accumulation).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        model.update_expert_bias()
-    if applied is not None:
-        applied.remove()
-    return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 @cache
 def recorded(case: str) -> Profile:
     return recollect.record(model_of(case), batch_of(sequences=4, length=64), **LEAN_LOOP)
-
-
-@pytest.mark.long
-@every_model
-def test_training_is_the_same_with_and_without_plans(case: str) -> None:
-    steps = 8
-    # Large steps of the bias, so that it changes routes within the test.
-    rate = {"moe_router_bias_update_rate": 0.02} if case == "deepseek-v3" else {}
-    expected, state = train(model_of(case, **rate), None, steps)
-    assert expected[-1] < 0.8 * expected[0]
-    profile = recorded(case)
-    plans = [recollect.classic_plan(profile, "full"), recollect.plan(profile, _tight_budget_bytes(profile))]
-    for plan in plans:
-        losses, planned_state = train(model_of(case, **rate), plan, steps)
-        assert losses == expected
-        assert all(has_same_bits(state[name], planned_state[name]) for name in state)
-    biases = [tensor for name, tensor in state.items() if name.endswith("expert_bias")]
-    assert all(bias.any() for bias in biases) if case == "deepseek-v3" else not biases
 
 
 def _tight_budget_bytes(profile: Profile) -> int:
