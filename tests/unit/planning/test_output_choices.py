@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from budgets import least_bytes
-from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
 from recollect.planning.option_table import OptionTable
 from recollect.planning.output_choices import first_outputs, longest_chain
@@ -37,14 +36,6 @@ def least_of_strides(profile: Profile) -> int:
     """The least peak of recomputing everything, with every nth output kept."""
     strides = range(1, longest_chain(profile) + 1)
     return min(classic_plan(profile, "every_nth", stride).predicted_peak_bytes or 0 for stride in strides)
-
-
-def test_error_knows_the_least_peak_of_all_that_was_tried() -> None:
-    for seed in (4, 5):
-        profile = random_step(seed, num_values=7, num_units=10)
-        full, leanest = classic_plan(profile, "full"), ChainSolver(profile).leanest
-        assert leanest is not None
-        assert least_bytes(profile) == min(full.predicted_peak_bytes or 0, leanest.peak_bytes), seed
 
 
 def test_the_least_peak_is_below_that_of_every_stride() -> None:

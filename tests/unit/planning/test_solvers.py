@@ -1,6 +1,5 @@
 """The contract of the solver: candidates close to the bound, always the same, in any order; see also `test_optimality.py`."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -43,27 +42,6 @@ def test_two_solvers_say_the_same(profile: Profile) -> None:
     assert first is not None
     assert second is not None
     assert (first.choice, first.cost) == (second.choice, second.cost)
-
-
-def test_what_was_asked_before_makes_nothing_worse(profile: Profile) -> None:
-    asked, budget_bytes = ChainSolver(profile), plain_bytes(profile) * 85 // 100
-    asked.best(plain_bytes(profile) * 95 // 100, 0.0)
-    again, alone = asked.best(budget_bytes, 0.0), ChainSolver(profile).best(budget_bytes, 0.0)
-    assert again is not None and alone is not None
-    assert again.recompute_s <= alone.recompute_s
-    leanest, alone = asked.leanest, ChainSolver(profile).leanest
-    assert leanest is not None and alone is not None
-    assert (leanest.choice, leanest.cost) == (alone.choice, alone.cost)
-
-
-def test_the_leanest_candidate_is_as_lean_as_any_other(profile: Profile) -> None:
-    solved = ChainSolver(profile)
-    leanest = solved.leanest
-    assert leanest is not None
-    assert solved.best(leanest.peak_bytes - 1, math.inf) is None
-    found = solved.best(leanest.peak_bytes, math.inf)
-    assert found is not None
-    assert found.peak_bytes == leanest.peak_bytes
 
 
 def test_a_known_candidate_is_not_taken_for_a_byte_less_than_its_peak(profile: Profile) -> None:
