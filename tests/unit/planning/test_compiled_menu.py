@@ -74,13 +74,6 @@ def test_the_menu_has_what_is_cheapest_to_keep_for_each_second() -> None:
     assert 4 <= len(menu) <= 10
 
 
-def test_the_menu_goes_from_least_to_most_and_repeats_nothing() -> None:
-    menu = compiled_menu(layer())
-    found = [bytes_of(kept(dict(keeps))) for keeps in menu]
-    assert found == sorted(found)
-    assert len({frozenset(keeps.items()) for keeps in menu}) == len(menu)
-
-
 def test_an_entry_names_every_value_of_the_unit_in_forward_order() -> None:
     graph = layer()
     for keeps in compiled_menu(graph):

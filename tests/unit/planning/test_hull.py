@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from every_plan import divided
-from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
-from recollect.planning.option_table import unit_plan
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 
@@ -103,24 +102,6 @@ def test_equals_enumeration(keeps_output: bool) -> None:
         assert found == expected, seed
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_options_are_what_they_say(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = random_graph(rng, num_values=30)
-    if seed % 2:
-        graph = on_modules(graph, rng)
-    options = unit_hull(graph)
-    produced = {i for i, value in enumerate(graph.values) if value.producer is not None}
-    outputs = {i for i in produced if graph.values[i].is_output}
-    assert options[-1].stored.whole == {i for i in produced if graph.values[i].saved} | outputs
-    assert options[-1].recompute_s == 0
-    for lean, fat in itertools.pairwise(options):
-        assert lean.kept_bytes < fat.kept_bytes
-        assert lean.recompute_s >= fat.recompute_s
-    for option in options:
-        assert option == Evaluator(graph).option(*option.stored)
-
-
 def chain(*, bytes_and_seconds: list[tuple[int, float]], **flags: dict[str, bool]) -> UnitGraph:
     """x -> v1 -> v2 ...; `flags` by value name; every value is saved unless its flags say otherwise."""
     values = [ValueRecord("x", 1, producer=None)]
@@ -174,16 +155,6 @@ def test_values_that_ranks_may_hold_as_parts(seed: int) -> None:
         assert found_s == pytest.approx(best_s, rel=1e-6)
     for option in options:
         assert option == Evaluator(graph).option(*option.stored)
-
-
-def test_a_part_is_kept_where_the_whole_is_dear() -> None:
-    """Between keeping 100 bytes and computing them again for 9 s: half of them, and 1 s."""
-    values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
-    graph = UnitGraph(values, (OpRecord("h", (0,), (1,), 9.0),), parts=(PartRecord(1, 50, 1.0),))
-    options = unit_hull(graph)
-    assert points(options) == [(0, 9.0), (50, 1.0), (100, 0.0)]
-    assert options[1].stored == Stored(parts=frozenset([1]))
-    assert [unit_plan(graph, option).actions["h"] for option in options] == ["recompute", "shard", "keep"]
 
 
 def test_an_output_may_be_kept_as_a_part() -> None:
