@@ -13,7 +13,6 @@ from recollect.errors import DataError
 from recollect.lab.models.architectures import gpt_config
 from recollect.lab.models.attention import (
     FusedCoreAttention,
-    LatentAttention,
     UnfusedCoreAttention,
     bias_of_last_positions,
 )
@@ -196,20 +195,6 @@ def batch_of(length: int = 12, sequences: int = 2) -> tuple[Tensor, Tensor]:
 def assert_equal_but_for_rounding(left: Tensor, right: Tensor) -> None:
     """A later token that goes to another expert changes how many rows a product has, and so the order of its sums."""
     torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
-
-
-def test_latent_attention_turns_positions() -> None:
-    """Without rotary positions, attention does not know the order of what it sees."""
-    torch.manual_seed(0)
-    model = model_of("deepseek-v3-tiny")
-    attention = model.decoder.layers[0].self_attention
-    assert isinstance(attention, LatentAttention)
-    x = torch.randn(1, 6, 64)
-    rotary = model.rotary_pos_emb(x)
-    swapped = x[:, [1, 0, 2, 3, 4, 5]]
-    assert not torch.allclose(attention(x, rotary)[:, 5], attention(swapped, rotary)[:, 5], rtol=1e-3)
-    still = rotary._replace(cos_T1C=torch.ones_like(rotary.cos_T1C), sin_T1C=torch.zeros_like(rotary.sin_T1C))
-    torch.testing.assert_close(attention(x, still)[:, 5], attention(swapped, still)[:, 5])
 
 
 def test_loss_in_evaluation_is_the_next_tokens_alone() -> None:

@@ -111,12 +111,6 @@ def test_a_subclass_sets_defaults_and_functions_are_taken_by_name() -> None:
     assert not config.share_embeddings_and_output_weights
 
 
-def test_bf16_computes_in_bf16() -> None:
-    model = small(bf16=True).provide()
-    assert model(**batch()).logits.dtype == torch.bfloat16
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_a_misspelt_field_is_an_error_at_once() -> None:
     with pytest.raises(
         AttributeError, match=r"recompute_granularty: got 'full', but there is no .* Did you mean recompute_gr"

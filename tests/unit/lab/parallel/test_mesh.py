@@ -63,15 +63,6 @@ def test_whole_experts_are_shared_by_the_ranks_of_tensor_parallelism_first(
         assert mesh.gradients.mesh.tolist() == [1, 3, 5, 7]
 
 
-def test_experts_may_be_shared_by_some_of_the_ranks_of_a_sequence() -> None:
-    layout = DeviceLayout(context_parallel_size=4, expert_model_parallel_size=2, data_parallel_size=2)
-    with fake_process_group(6, 8):
-        mesh = layout_mesh(layout)
-        assert mesh.context.mesh.tolist() == [4, 5, 6, 7]
-        assert mesh.expert.mesh.tolist() == [6, 7]
-        assert mesh.replicas.mesh.tolist() == [0, 2, 4, 6]
-
-
 def test_another_number_of_processes_is_refused() -> None:
     with fake_process_group(0, 3), pytest.raises(ConfigError, match="world_size=3: the layout has 2 devices"):
         layout_mesh(DeviceLayout(data_parallel_size=2))
