@@ -4,15 +4,12 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mutations.catalogue import MUTATIONS  # noqa: E402
 from mutations.mutation import Mutation, place, problems, write  # noqa: E402
-from mutations.random_faults import random_faults  # noqa: E402
-from mutations.run import noticed_by, own_tests  # noqa: E402
+from mutations.run import noticed_by  # noqa: E402
 
 
 def tree(tmp_path: Path) -> Path:
@@ -68,38 +65,3 @@ def test_all_faults_without_a_place_are_told_at_once(tmp_path: Path) -> None:
         "unclear: there is no src/recollect/planning",
     ]
     assert told[4].startswith("broken: its code does not compile") and len(told) == 5
-
-
-@pytest.mark.parametrize(
-    ("where", "tests"),
-    [
-        ("engine", ["tests/unit/engine"]),
-        ("lab", ["tests/unit/lab"]),
-        ("replay.py", ["tests/unit/test_replay.py"]),
-        ("byte_format.py", []),
-    ],
-)
-def test_own_tests_are_those_of_the_package(where: str, tests: list[str]) -> None:
-    assert own_tests(Mutation("one", "", where, ()), ROOT) == tests
-
-
-def test_random_faults_change_what_runs_at_one_place(tmp_path: Path) -> None:
-    text = """from __future__ import annotations
-
-def f(one: int | None = None, *, number: int = 2) -> int | str:
-    if one is None:
-        raise ValueError(f"{number + 1} of {one}")
-    g(number)
-    return one + number if one > 7 else False
-"""
-    source = tmp_path / "src" / "recollect" / "engine" / "tape.py"
-    source.parent.mkdir(parents=True)
-    source.write_text(text, encoding="utf-8")
-    found = random_faults(tmp_path, ["engine"], 100, seed=0)
-    assert {(fault.line, fault.after) for fault in found} >= {(4, "if one is not None:"), (6, "pass")}
-    assert {fault.line for fault in found} == {3, 4, 6, 7}
-    assert all(": int | None" in fault.text and "-> int | str" in fault.text for fault in found)
-    for fault in found:
-        lines = zip(text.split("\n"), fault.text.split("\n"), strict=True)
-        assert sum(before != after for before, after in lines) == 1
-    assert found == random_faults(tmp_path, ["engine"], 100, seed=0)
