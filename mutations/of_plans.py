@@ -78,6 +78,12 @@ MUTATIONS = (
         (("any(True for _ in self.profile.log.operands(PEEK))", "False"),),
     ),
     Mutation(
+        "repeated-units-solved-as-a-chain",
+        "a step whose units run several times is solved as if each ran once, not as a mix of options",
+        "planning/chain.py",
+        (("if self._others is None:\n            chosen = cheapest", "if True:\n            chosen = cheapest"),),
+    ),
+    Mutation(
         "chain-one-byte-short",
         "an option that needs just what is left is not taken",
         "planning",

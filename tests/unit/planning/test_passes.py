@@ -5,12 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from blocks import Block
-from budgets import least_bytes
 from recollect.planning.choose import Planner
-from recollect.planning.classic import classic_plan
-from recollect.plans.action import Action
 from recollect.profile.profile import Profile
-from recollect.profile.repeated_steps import fold
 from recorded_steps import Step, recorded
 
 WIDTH = 32
@@ -49,16 +45,6 @@ def once(model: nn.Module, *batches: Tensor) -> Step:
     return step
 
 
-def one_by_one(model: nn.Module, *batches: Tensor) -> Step:
-
-    def step() -> None:
-        for batch in batches:
-            loss = model(batch)
-            loss.backward()
-
-    return step
-
-
 def slowdowns(profile: Profile) -> list[float]:
     """Slowdowns at parts of what the step needs beside what is always there."""
     planner = Planner(profile)
@@ -91,20 +77,3 @@ def test_recurrent_depth_is_close_to_its_bound(batch: Tensor) -> None:
     growth_bytes = planner.plain_peak_bytes - profile.persistent_bytes
     plan = planner.plan(profile.persistent_bytes + round(0.25 * growth_bytes))
     assert (plan.predicted_slowdown or 0.0) <= 1.25 * (plan.bound_slowdown or 0.0)
-
-
-def test_recurrent_depth_drops_outputs_in_every_loop(batch: Tensor) -> None:
-    loop = Loop(num_blocks=2, num_loops=16)
-    profile = profile_of(loop, once(loop, batch), batch)
-    planner = Planner(profile)
-    least = least_bytes(planner)
-    leanest = planner.plan(least)
-    assert Action.RECOMPUTE in {leanest.units[f"blocks.{i}"].output for i in range(2)}
-    assert least < (classic_plan(profile, "full").predicted_peak_bytes or 0)
-
-
-def test_micro_steps_cost_what_one_costs(model: Loop, batch: Tensor) -> None:
-    accumulated = fold(profile_of(model, one_by_one(model, *[batch] * 4), batch))
-    two = profile_of(model, one_by_one(model, batch, batch), batch)
-    four_s, two_s = ([slowdown * p.step_s for slowdown in slowdowns(p)] for p in (accumulated, two))
-    assert four_s == pytest.approx([2 * seconds for seconds in two_s], rel=0.01)
