@@ -58,12 +58,6 @@ def test_collectives_run_again_where_all_run_one_plan(cases: AskedCases) -> None
     assert first["collectives_again"] == second["collectives_again"] > 0
 
 
-def test_both_record_when_one_has_a_longer_batch(cases: AskedCases) -> None:
-    first, second = cases["lengths"]
-    assert first["recorded"] == second["recorded"] == [0, 1, 2]
-    assert first["plans"] == second["plans"] and first["current"] == second["current"]
-
-
 def test_both_record_a_pair_of_calls_that_is_longer_in_one(cases: AskedCases) -> None:
     first, second = cases["pairs"]
     assert first["recorded"] == second["recorded"] == [0, 1, 3]

@@ -451,7 +451,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP, compile": lambda: compiled_training(replicated),
     "FSDP2, compile": lambda: compiled_training(sharded),
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
-    "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,
     "grown": grown,
     "pairs": pairs,
