@@ -137,8 +137,7 @@ def alive_names(values: Mapping[str, Tensor], there: set[int]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("is_by_inductor", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
+def test_two_plans_on_a_llama() -> None:
     """The saved tensors of each layer are those of its plan, and the same plan on the tape keeps the same."""
     config = llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=32)
     model, batch = llama(config), batch_of(config, 2, 8)
@@ -150,35 +149,21 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
     kept: list[set[str]] = [set(), {"self_attention.add", f"{sdpa}.0", f"{sdpa}.1", "add", "mlp.linear_fc1.mm"}]
     actions = [{name: "keep" if name in keep else "recompute" for name in names} for keep in kept]
 
-    def planned(engine: str) -> Plan:
-        units = {path: UnitPlan(one, engine=engine) for path, one in zip(paths, actions, strict=True)}
-        return Plan.from_json(Plan(units).to_json())
-
     def step() -> Gradients:
         return stepped(model, **batch)
 
     calls: list[tuple[Any, Any]] = []
     hooks = [layer.register_forward_hook(lambda _, args, output: calls.append((args, output))) for layer in layers]
-    if is_by_inductor:
-        with compiled_without_plan(model, paths):
-            expected = step()
-        assert graphs() == 1
-        with recollect.apply(model, planned("compile")):
-            assert same(step(), expected)
-            assert graphs() == 3
-            calls.clear()
-            loss = model(**batch).loss
-    else:
-        for layer in layers:
-            layer.forward = without_code(layer.forward, None)
-        expected = step()
-        for layer, one in zip(layers, actions, strict=True):
-            layer.forward = without_code(type(layer).forward.__get__(layer), PlanPartitioner(one))
-        assert same(step(), expected)
-        calls.clear()
-        loss = model(**batch).loss
-        for layer in layers:
-            del layer.forward
+    for layer in layers:
+        layer.forward = without_code(layer.forward, None)
+    expected = step()
+    for layer, one in zip(layers, actions, strict=True):
+        layer.forward = without_code(type(layer).forward.__get__(layer), PlanPartitioner(one))
+    assert same(step(), expected)
+    calls.clear()
+    loss = model(**batch).loss
+    for layer in layers:
+        del layer.forward
     for hook in hooks:
         hook.remove()
     for layer, keep, (args, output) in zip(layers, kept, calls, strict=True):
@@ -196,7 +181,8 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
     del loss, args, output, there, held, states, values
     gc.collect()
     before = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
-    with recollect.apply(model, planned("tape")):
+    units = {path: UnitPlan(one) for path, one in zip(paths, actions, strict=True)}
+    with recollect.apply(model, Plan.from_json(Plan(units).to_json())):
         loss = model(**batch).loss
         alive = alive_names({name: value for name, value in values_of_layer.items() if name in names}, before)
     assert alive - {names[-1]} == kept[1]
