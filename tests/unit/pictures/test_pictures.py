@@ -58,7 +58,7 @@ def test_bound_is_drawn_nowhere_too_high(profile: Profile, frontier: Frontier) -
     x, y = zip(*corners, strict=True)
     assert list(x) == sorted(x)
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(20):
         budget_bytes = rng.randint(math.ceil(x[0]), math.floor(x[-1]))
         # The linear programs are solved to 1e-6 of their value.
         assert np.interp(budget_bytes, x, y) <= bound.added_s(budget_bytes) / profile.step_s * (1 + 1e-5) + 1e-9

@@ -96,7 +96,7 @@ def test_fused_attention_computes_its_scores_twice() -> None:
         assert pytorchs_count(model, batch) == our_count(model, batch) == whole
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "deepseek-v3-tiny"])
+@pytest.mark.parametrize("name", ["llama-tiny", "deepseek-v3-tiny"])
 @pytest.mark.parametrize("schedule", ["full", *long(["sqrt"])])
 def test_what_is_recomputed_counts_as_pytorch_counts_it(name: str, schedule: ClassicName) -> None:
     config = dataclasses.replace(NAMED_CONFIGS[name], core_attention="unfused", moe_grouped_gemm=False)
