@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import recollect
+from blocks import Computes
 from gradients import call, loss_of, step_of
 from predictions import LEAN_LOOP
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
@@ -131,22 +132,14 @@ def test_differences_of_kept_bytes_are_those_that_are_measured(name: str) -> Non
         assert 0 <= too_many <= 384 * (clamped + (2 if name == "mixtral" else 0)), setting_name
 
 
-class InPlace(nn.Module):
-    """[N, D] -> [N, D], by a sum that ReLU writes to, whose result autograd saves, and a product that a factor writes to."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(channels, channels)
-        self.down = nn.Linear(channels, channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down((self.up(x) + x).relu_())
-        return y.mul_(0.5)
-
-
 def test_bytes_written_in_place_have_the_name_of_what_was_saved() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(InPlace(16) for _ in range(3)))
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """By a sum that ReLU writes to, whose result autograd saves, and a product that a factor writes to."""
+        return self.down((self.up(x) + x).relu_()).mul_(0.5)
+
+    model = nn.Sequential(*(Computes(forward, up=nn.Linear(16, 16), down=nn.Linear(16, 16)) for _ in range(3)))
     profile = recollect.record(model, torch.randn(8, 16), loss_fn=lambda y: y.square().sum(), **LEAN_LOOP)
     first, *_, last = layer_usage(profile, recollect.Plan({}))
     assert first.kept == (("relu_", 8 * 16 * 4), ("mul_", 8 * 16 * 4))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from blocks import mean_square
+from blocks import Block, mean_square
 from budgets import budgets
 from predictions import LEAN_LOOP
 from recollect.measuring.meter import measure_peak, storage_bytes
@@ -146,26 +146,12 @@ class Same(nn.Module):
         return nn.functional.dropout(hidden, 0.0) if self.form == "dropout" else hidden
 
 
-class Expanding(nn.Module):
-    """Attention's shape: most of what it computes is its own. [n, t, 16] -> [n, t, 16]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 48)
-        self.down = nn.Linear(48, 16)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
-        return output
-
-
 class WithBias(nn.Module):
     """The first layer computes a bias, which all add and return, as T5's do."""
 
     def __init__(self, is_first: bool) -> None:
         super().__init__()
-        self.layer = Expanding()
+        self.layer = Block(16)
         self.table = nn.Parameter(torch.randn(128, 16)) if is_first else None
 
     def forward(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -192,10 +178,10 @@ class Biased(nn.Module):
 def random_stack(choose: random.Random) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(choose.randint(3, 5)):
-        layers.append(choose.choice([Expanding, Layer])())
+        layers.append(choose.choice([lambda: Block(16), Layer])())
         layers += [Same(choose.choice(["same", "dropout", "view"])) for _ in range(choose.choice([0, 1, 1, 2]))]
         layers += [Same("in place")] * choose.choice([0, 0, 1])
-    return nn.Sequential(Expanding(), *layers, Expanding())
+    return nn.Sequential(Block(16), *layers, Block(16))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,12 +3,14 @@
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import recollect
+from blocks import Computes
 from recollect.errors import BudgetWarning, ProfileMismatchWarning
 from recollect.warning import warn_user
 
@@ -65,16 +67,11 @@ def test_a_larger_batch_is_named(model: nn.Module) -> None:
 
 
 def test_the_tensors_of_any_mapping_are_the_batch(model: nn.Module) -> None:
-    class OneInput(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.inner(rows).square().mean()  # type: ignore[no-any-return]
+    def one_input(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(rows).square().mean()
 
     # As Hugging Face's BatchEncoding is one.
-    whole, batch = OneInput(), UserDict(rows=torch.randn(32, 16))
+    whole, batch = Computes(one_input, inner=model), UserDict(rows=torch.randn(32, 16))
     profile = recollect.record(whole, batch)
     assert profile.persistent["batch"] == batch["rows"].nbytes
     assert "other_tensors" not in profile.persistent

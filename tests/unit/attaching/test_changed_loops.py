@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import recollect
+from blocks import Computes
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.profile.events import ALLOC
@@ -87,15 +88,10 @@ def test_no_plan_for_a_compiled_step_is_an_error_of_that_step() -> None:
         torch.ones(2).sum()
 
 
-class Adapted(nn.Module):
+def adapted(layer: nn.Linear) -> Computes:
     """Adds a product of two small matrices to a layer's result, as LoRA does."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer, self.down, self.up = layer, nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.up(self.down(x))
+    down, up = nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+    return Computes(lambda self, x: self.layer(x) + self.up(self.down(x)), layer=layer, down=down, up=up)
 
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["before the first step", "later"])
@@ -106,7 +102,7 @@ def test_adapters_that_are_put_in_later_are_planned_with_their_optimizer(num_bef
         model.requires_grad_(False)
         linears = [(m, n, c) for m in model.modules() for n, c in m.named_children() if isinstance(c, nn.Linear)]
         for module, name, child in linears:
-            setattr(module, name, Adapted(child))
+            setattr(module, name, adapted(child))
         adapters = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
         for _ in range(3):
             step(model, adapters)

@@ -527,19 +527,9 @@ def test_a_forward_whose_result_is_dropped_does_not_wait_for_backward(model: Blo
         assert attached.recorded_steps == [0]
 
 
-class Towers(nn.Module):
-    """Returns the results of two models, of which the loop may use only the second one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Blocks(2), Blocks(2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(x), self.right(x)
-
-
 def test_more_backwards_of_a_later_output_are_said() -> None:
-    model = Towers()
+    # Of two results the loop uses only the second one.
+    model = Computes(lambda self, x: (self.left(x), self.right(x)), left=Blocks(2), right=Blocks(2))
     with attached_loop("90%", model, SGD) as (_, optimizer, _):
         for number in range(2):
             _, loss = model(torch.randn(512, 32))
@@ -602,25 +592,17 @@ def test_a_call_whose_loss_is_dropped_needs_no_memory_beside_the_next_one(model:
             optimizer.step()
 
 
-@pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
-class Experts(nn.Module):
-    """Gives each of its experts as many rows as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4))
-        self.rows = [128, 128, 128, 128]
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = zip(self.experts, x.split(self.rows), strict=True)
-        return torch.cat([expert(part) for expert, part in parts]).square().mean()
-
-
 @pytest.mark.parametrize("varies", [False, True])
 def test_larger_inputs_of_units_are_recorded_and_if_they_vary_without_end_the_plan_stays(varies: bool) -> None:
     lines: list[str] = []
-    model = Experts()
+
+    def mixed(self: Any, x: Tensor) -> Tensor:
+        parts = zip(self.experts, x.split(self.rows), strict=True)
+        return torch.cat([expert(part) for expert, part in parts]).square().mean()
+
+    torch.manual_seed(0)
+    experts = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
+    model = Computes(mixed, experts=nn.ModuleList(experts))
     optimizer = SGD(model.parameters())
     with recollect.attach(model, optimizer, "90%", log=lines.append) as attached, warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
@@ -632,21 +614,11 @@ def test_larger_inputs_of_units_are_recorded_and_if_they_vary_without_end_the_pl
         assert len(lines) == len(attached.recorded_steps)
 
 
-class Skip(nn.Module):
-    """A unit whose output is made by an op without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.inner(x)
-        return result
-
-
 @pytest.mark.skipif(not SPLITS_FUNCTIONS, reason="before torch 2.13 layers of pipelines are not traced")
 def test_both_halves_of_a_backward_may_begin_at_a_traced_unit() -> None:
-    model = nn.Sequential(*(Skip() for _ in range(3)))
+    # Units whose output is made by an op without parameters.
+    inner = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model = nn.Sequential(*(Computes(lambda self, x: x + self.inner(x), inner=one) for one in inner))
     with attached_loop("90%", model, SGD, engine="graph") as (_, optimizer, attached), warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
         for _ in range(4):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import recollect
+from blocks import Computes
 from gradients import assert_same_gradients
 from recollect.attaching import step_clock
 from recollect.attaching.attached import Attached
@@ -43,24 +44,16 @@ class SlowAgain(torch.autograd.Function):
         return gradient * (1 - ctx.saved_tensors[0] ** 2)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(SlowAgain.apply(self.up(x)))
+def layer() -> Computes:
+    return Computes(
+        lambda self, x: x + self.down(SlowAgain.apply(self.up(x))), up=nn.Linear(16, 64), down=nn.Linear(64, 16)
+    )
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for one in self.layers:
+        x = one(x)
+    return x.square().mean()
 
 
 X = torch.randn(512, 16)
@@ -83,7 +76,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def attached() -> Iterator[Attachment]:
     torch.manual_seed(0)
-    model, lines = Model(), list[str]()
+    model, lines = Computes(residual, layers=nn.ModuleList(layer() for _ in range(6))), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with recollect.attach(model, optimizer, "70%", log=lines.append) as found:
         yield model, found, optimizer, lines

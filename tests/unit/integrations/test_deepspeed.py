@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -123,25 +124,13 @@ def not_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-class Model(nn.Module):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)) for _ in range(3)
-        )
-        self.call = call
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = self.call(layer, hidden)
-        return hidden
-
-
 def gradients(call: Callable[..., Any]) -> list[Tensor]:
-    model = Model(call)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)) for _ in range(3))
+    )
     torch.manual_seed(1)
-    model(torch.randn(4, 16)).square().sum().backward()
+    reduce(lambda x, layer: call(layer, x), model, torch.randn(4, 16)).square().sum().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 

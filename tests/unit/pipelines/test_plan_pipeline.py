@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
 from recollect.pipelines.rank import StageParts
@@ -175,17 +176,6 @@ def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile
     assert "rank        peak  stage  in flight  recompute" in repr(planned)
 
 
-class Wide(nn.Module):
-    """Two layers, and what a function makes of them."""
-
-    def __init__(self, then: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.layers, self.then = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))), then
-
-    def forward(self, x: Tensor) -> object:
-        return self.then(self.layers(x))
-
-
 @pytest.mark.parametrize(
     ("then", "loss", "num_held"),
     [
@@ -201,7 +191,10 @@ def test_what_the_last_stage_returns_is_held_whatever_it_is(
 ) -> None:
     """Made after the last unit, saved by the loss, several tensors; also if the recorded loop holds one."""
     x = torch.randn(SHAPE, requires_grad=True)
-    profile = recorded(Wide(then), x, loss_fn=loss, holds_output=holds_output)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)))
+    profile = recorded(
+        Computes(lambda self, x: then(self.layers(x)), layers=layers), x, loss_fn=loss, holds_output=holds_output
+    )
     read = Profile.from_json(profile.to_json())
     assert read == profile and StageParts(1, read, is_last=True).output_bytes == num_held * x.nbytes
     # Two are held in the backward of the third; all are there twice when they are put together.

@@ -1,10 +1,12 @@
 """Units that run several times in a step: planned as well as those that run once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import Block
+from blocks import Block, Computes
 from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
 from recorded_steps import Step, recorded
@@ -13,23 +15,18 @@ WIDTH = 32
 PARTS = (0.7, 0.5, 0.4)
 
 
-class Loop(nn.Module):
+def loop_of(num_blocks: int, num_loops: int) -> Computes:
     """Blocks that run several times, one after the other."""
 
-    def __init__(self, num_blocks: int, num_loops: int) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, 8)
-        self.num_loops = num_loops
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
         hidden = self.stem(hidden)
-        for _ in range(self.num_loops):
+        for _ in range(num_loops):
             for block in self.blocks:
                 hidden = block(hidden)
-        loss: Tensor = self.head(hidden).square().mean()
-        return loss
+        return self.head(hidden).square().mean()
+
+    blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
+    return Computes(forward, stem=nn.Linear(WIDTH, WIDTH), blocks=blocks, head=nn.Linear(WIDTH, 8))
 
 
 def profile_of(model: nn.Module, step: Step, batch: Tensor) -> Profile:
@@ -54,9 +51,9 @@ def slowdowns(profile: Profile) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Loop:
+def model() -> Computes:
     torch.manual_seed(0)
-    return Loop(num_blocks=6, num_loops=1)
+    return loop_of(num_blocks=6, num_loops=1)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +61,14 @@ def batch() -> Tensor:
     return torch.randn(256, WIDTH)
 
 
-def test_a_pair_is_as_fast_as_one_pass_twice_as_large(model: Loop, batch: Tensor) -> None:
+def test_a_pair_is_as_fast_as_one_pass_twice_as_large(model: Computes, batch: Tensor) -> None:
     pair = slowdowns(profile_of(model, once(model, batch[:128], batch[128:]), batch))
     single = slowdowns(profile_of(model, once(model, batch), batch))
     assert all(one <= 1.1 * other for one, other in zip(pair, single, strict=True)), (pair, single)
 
 
 def test_recurrent_depth_is_close_to_its_bound(batch: Tensor) -> None:
-    loop = Loop(num_blocks=3, num_loops=6)
+    loop = loop_of(num_blocks=3, num_loops=6)
     profile = profile_of(loop, once(loop, batch), batch)
     planner = Planner(profile)
     growth_bytes = planner.plain_peak_bytes - profile.persistent_bytes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from recollect.byte_format import format_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.action import Action
@@ -105,15 +106,9 @@ class Answer:
     scores: Tensor
 
 
-class Wide(nn.Module):
+def wide() -> Computes:
     """Its output is so large that one of the last step would make the peak. [n, 32] -> an answer of [n, 4096]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack, self.leave = Residual(), nn.Linear(32, 4096)
-
-    def forward(self, x: Tensor) -> Answer:
-        return Answer(self.leave(self.stack(x)))
+    return Computes(lambda self, x: Answer(self.leave(self.stack(x))), stack=Residual(), leave=nn.Linear(32, 4096))
 
 
 @pytest.mark.parametrize("recorded_by", ["record", "attach"])
@@ -123,7 +118,7 @@ def test_what_a_model_or_its_teacher_returned_in_the_last_step_lives_until_it_re
 ) -> None:
     torch.manual_seed(0)
     # Models in a list are called one by one; nobody calls the list.
-    models = [Wide() for _ in range(2 if teaches == "another model" else 1)]
+    models = [wide() for _ in range(2 if teaches == "another model" else 1)]
     student, teacher = models[0], models[-1]
     x = torch.randn(256, 32)
     held: dict[str, Any] = {}
@@ -189,35 +184,29 @@ def test_gradients_of_the_last_step_that_backward_adds_to_before_they_are_freed(
     assert 0 <= attached.planned[0].plain_peak_bytes - measured <= 2048
 
 
-class WithState(nn.Module):
-    """Three layers that also return a state, through which no backward runs. [n, 32] -> [n, 32], 3 of [64, 64]."""
+def stateful() -> Computes:
+    """A layer that also returns a state, through which no backward runs. [n, 32] -> [n, 32] and [64, 64]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Stateful() for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        states = []
-        for layer in self.layers:
-            x, state = layer(x)
-            states.append(state)
-        return x, states
-
-
-class Stateful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = self.up(x).tanh()
         keys = wide[:, :64].neg()
         return x + self.down(wide), keys.mT @ keys
 
+    return Computes(forward, up=nn.Linear(32, 256), down=nn.Linear(256, 32))
+
+
+def with_states(self: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    states = []
+    for layer in self.layers:
+        x, state = layer(x)
+        states.append(state)
+    return x, states
+
 
 def test_a_graph_that_no_backward_uses_up_holds_what_its_values_are_recomputed_from() -> None:
     torch.manual_seed(0)
-    model, batch = WithState(), torch.randn(256, 32)
+    model = Computes(with_states, layers=nn.ModuleList(stateful() for _ in range(3)))
+    batch = torch.randn(256, 32)
 
     def loss_of(output: tuple[Tensor, list[Tensor]]) -> Tensor:
         return output[0].square().mean()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hugging_face_flag
 import recollect
-from blocks import Stack, adds_in_place, mean_square
+from blocks import Computes, Stack, adds_in_place, mean_square
 from contract_units import UNITS
 from gradients import step_of
 from recollect.engine.content import has_same_bits
@@ -132,18 +132,12 @@ def test_repeated_layers_share_one_graph(fake: bool) -> None:
 def test_layer_by_hand() -> None:
     """Names, sizes and flags of a small layer, worked out by hand."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(8, 32, bias=False)
-            self.down = nn.Linear(32, 8, bias=False)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = self.down(self.up(hidden).sin().exp_()) + hidden
-            return output
+    def layer() -> Computes:
+        up, down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+        return Computes(lambda self, x: self.down(self.up(x).sin().exp_()) + x, up=up, down=down)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Layer(), Layer())
+    model = nn.Sequential(nn.Linear(8, 8), layer(), layer())
     profile = recollect.record(model, torch.randn(10, 8), loss_fn=mean_square)
     graph = graph_at(profile, "1")
     row = 10 * 4
@@ -168,18 +162,9 @@ def test_layer_by_hand() -> None:
 def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
     """A unit's input that the model's own code made: without a plan's help it dies when the model lets go of it."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            for layer in self.layers:
-                hidden = layer(hidden * 2)
-            return hidden
-
-    units = ["layers.0", "layers.1"]
-    profile = recollect.record(Scaled(), torch.randn(4, 8), loss_fn=mean_square, units=units)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    model = Computes(lambda self, x: self.layers[1](self.layers[0](x * 2) * 2), layers=layers)
+    profile = recollect.record(model, torch.randn(4, 8), loss_fn=mean_square, units=["layers.0", "layers.1"])
     second = profile.calls[1]
     ((value, storage),) = second.outside
     assert profile.graph_of(second).values[value].nbytes == 4 * 8 * 4
@@ -207,21 +192,10 @@ def test_accumulated_gradients_count() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Chooses(nn.Module):
-    """Runs an op that makes choices, or none. [n, 8] -> [n, 8]."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.function = function
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(self.linear(hidden))
-
-
 def graph_with(function: Callable[[Tensor], Tensor]) -> UnitGraph:
     torch.manual_seed(0)
-    model = nn.Sequential(Chooses(function), Chooses(function))
+    units = (Computes(lambda self, x: function(self.linear(x)), linear=nn.Linear(8, 8)) for _ in range(2))
+    model = nn.Sequential(*units)
     return graph_at(recollect.record(model, torch.randn(5, 8), loss_fn=mean_square), "1")
 
 
@@ -338,24 +312,12 @@ def test_stack_under_autocast() -> None:
     assert value(graph, "up.addmm").nbytes == 2 * 6 * 64
 
 
-class TakenApart(nn.Module):
-    """Has containers, but runs what is in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.first, *self.second):
-            x = layer(x)
-        return x
-
-
 def test_layers_that_do_not_run() -> None:
-    model, batch = TakenApart(), torch.randn(16, 8)
+    containers = {name: nn.Sequential(nn.Linear(8, 8), nn.GELU()) for name in ("first", "second")}
+    model = Computes(lambda self, x: self.second[1](self.second[0](self.first[1](self.first[0](x)))), **containers)
+    batch = torch.randn(16, 8)
     message = (
-        r"^none of the 2 layers of TakenApart ran, such as 'first': its forward does not call them, but perhaps what is in "
+        r"^none of the 2 layers of Computes ran, such as 'first': its forward does not call them, but perhaps what is in "
         r'them, so they recompute nothing\. Name modules that it calls, or plan it as one: units=\[""\]\.$'
     )
     with pytest.warns(UserWarning, match=message):
@@ -364,34 +326,16 @@ def test_layers_that_do_not_run() -> None:
     assert recollect.plan(profile, "90%").units[""].recomputes_anything
 
 
-class Up(nn.Module):
+def up() -> Computes:
     """[n, 8] -> [n, 8], a value that nothing of its own saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.linear(hidden).sin() * 2
-        return output
-
-
-class Clip(nn.Module):
-    """Clips what it gets, in place or not, before it goes on. [n, 8] -> [n, 8]."""
-
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        self.linear, self.in_place = nn.Linear(8, 8), in_place
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.linear(hidden.relu_() if self.in_place else hidden.relu())
-        return output
+    return Computes(lambda self, x: self.linear(x).sin() * 2, linear=nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 @pytest.mark.parametrize("in_place", [True, False], ids=["written", "read"])
 def test_what_another_unit_writes_to_has_to_be_kept(in_place: bool, fake: bool) -> None:
-    model = nn.Sequential(Up(), Clip(in_place=in_place))
+    clip = torch.relu_ if in_place else torch.relu
+    model = nn.Sequential(up(), Computes(lambda self, x: self.linear(clip(x)), linear=nn.Linear(8, 8)))
     profile = recollect.record(
         model, torch.randn(4, 8), loss_fn=lambda output: output.square().mean(), units=["0", "1"], fake=fake
     )
@@ -401,24 +345,17 @@ def test_what_another_unit_writes_to_has_to_be_kept(in_place: bool, fake: bool) 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_what_is_made_of_a_value_that_is_written_to_later_has_to_be_kept(fake: bool) -> None:
-    model = nn.Sequential(Up(), *(adds_in_place(8) for _ in range(2)))
+    model = nn.Sequential(up(), *(adds_in_place(8) for _ in range(2)))
     profile = recollect.record(model, torch.randn(4, 8), loss_fn=mean_square, units=["0", "1", "2"], fake=fake)
     for path in ("1", "2"):
         kept = {value.name: value.must_keep for value in graph_at(profile, path).values if value.producer is not None}
         assert kept == {"mul": True, "sin": False, "linear.addmm": False, "cos": False}
 
 
-class FourTimes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Stack(width=16, depth=2)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return torch.stack([self.inner(batch).square().mean() for _ in range(4)]).mean()
-
-
 def test_every_run_saves_the_same() -> None:
-    profile = recollect.record(FourTimes(), torch.randn(8, 16))
+    inner = Stack(width=16, depth=2)
+    model = Computes(lambda self, x: torch.stack([self.inner(x).square().mean() for _ in range(4)]).mean(), inner=inner)
+    profile = recollect.record(model, torch.randn(8, 16))
     savers = Counter(saver for *_, saver in profile.log.operands(SAVE))
     saves = {}
     for index, call in enumerate(profile.calls):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 from recollect.recording.model_step import Step
@@ -130,20 +131,15 @@ def test_an_optimizer_that_steps_in_backward_does_not() -> None:
 
 
 def test_tied_and_recurrent_parameters_are_put_back() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
-            self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.last.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x, _ = layer(x)
-            return self.last(x)
-
-    model = Tied()
+    layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
+    first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    model = Computes(
+        lambda self, x: self.last(self.layers[1](self.layers[0](self.first(x))[0])[0]),
+        layers=layers,
+        first=first,
+        last=last,
+    )
+    model.last.weight = model.first.weight
     own = dict(model.named_parameters())
     recollect.record(model, torch.ones(2, 3, 4), loss_fn=lambda out: out.sum(), units=["layers.0", "layers.1"])
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in own.items()}

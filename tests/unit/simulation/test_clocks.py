@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import recollect
+from blocks import Computes
 from every_plan import choices
 from recollect.profile.events import WAIT, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph
@@ -67,18 +69,13 @@ def test_the_host_waits_for_an_op_whose_result_it_reads() -> None:
     assert waits.step_s > without.step_s and waits.host_s > 0.4
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.linear(x).relu()
+def test_the_host_waits_for_a_number_that_a_unit_reads() -> None:
+    def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x).relu()
         return x + (hidden * 2 if hidden.sum().item() > 1e9 else hidden)
 
-
-def test_the_host_waits_for_a_number_that_a_unit_reads() -> None:
-    model = nn.Sequential(*(Gated() for _ in range(3)), nn.Linear(16, 16))
+    units = (Computes(gated, linear=nn.Linear(16, 16)) for _ in range(3))
+    model = nn.Sequential(*units, nn.Linear(16, 16))
     recorded = recollect.record(model, torch.randn(4, 16), loss_fn=lambda output: output.sum())
     recorded = recollect.Profile.from_json(recorded.to_json())
     assert [recorded.calls[call].path for (call,) in recorded.log.operands(WAIT)] == ["0", "1", "2"]

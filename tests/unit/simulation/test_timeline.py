@@ -1,5 +1,7 @@
 """The memory of a step over time: it adds up to what the simulator predicts, to the byte, and says what the bytes are."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import recollect
+from blocks import Computes
 from budgets import least_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -25,17 +28,6 @@ from tiers import long
 from toy_profile import stack
 
 
-class Block(nn.Module):
-    """Dropout, whose random generator's states have to be held, and an op that writes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.dropout(functional.relu(self.up(x), inplace=True), 0.1))
-
-
 @pytest.fixture(scope="module")
 def measured() -> Profile:
     model = llama()
@@ -50,7 +42,12 @@ def accumulating() -> Profile:
 
 @pytest.fixture(scope="module")
 def random_ops() -> Profile:
-    model = nn.Sequential(*(Block() for _ in range(3)))
+    """Dropout, whose random generator's states have to be held, and an op that writes in place."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.dropout(functional.relu(self.up(x), inplace=True), 0.1))
+
+    model = nn.Sequential(*(Computes(forward, up=nn.Linear(32, 64), down=nn.Linear(64, 32)) for _ in range(3)))
     return recollect.record(model, torch.randn(256, 32), loss_fn=lambda output: output.square().mean())
 
 

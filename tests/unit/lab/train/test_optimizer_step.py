@@ -1,25 +1,16 @@
 """A step of a run: its learning rate, and gradients of accumulated micro-batches."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from blocks import Computes
 from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import learning_rate_at
-
-
-class Regression(nn.Module):
-    """A model whose output has a loss, as those of training have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=nn.functional.mse_loss(self.linear(inputs), targets))
 
 
 def test_warm_up_rises_from_its_first_step_to_the_highest_rate() -> None:
@@ -34,7 +25,11 @@ def test_warm_up_rises_from_its_first_step_to_the_highest_rate() -> None:
 def test_gradients_of_micro_batches_are_those_of_their_mean_loss() -> None:
     """Halves are exact in floating point, so that means of two are equal bit for bit."""
     torch.manual_seed(0)
-    model = Regression()
+
+    def forward(self: Any, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.linear(inputs), targets))
+
+    model = Computes(forward, linear=nn.Linear(8, 8))
     batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
     losses = [model(*batch).loss for batch in batches]
     expected = (
