@@ -65,8 +65,8 @@ def launch_words(
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
     The file is a shell script with one command of `pretrain_gpt.py`, has only its flags, or (.yaml, .yml) what Bridge's
-    `ConfigContainer.to_yaml` writes, as any file of --yaml, for which `flags` has the flag of each setting. `given_as`: the flag that
-    names the file, for errors. `has_size`: whether the number of processes is given besides.
+    `ConfigContainer.to_yaml` writes, as any file of --yaml, for which `flags` has the flag of each setting. `given_as`: the
+    flag that names the file, for errors. `has_size`: whether the number of processes is given besides.
     """
     where = f"{given_as} {path}"
     try:
