@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,17 +36,20 @@ class AskedCases:
         """Return the rows of a case after which the processes end, as one of them waits for the end of another."""
         for process in self._started:
             process.write(f"{name}\n")
+        # What is written to a pipe is lost if it ends before its reader opens it; by the first row, each has.
+        self._wait(name, any)
+        for process in self._started:
             process.end_input()
         return self._wait(name)
 
-    def _wait(self, name: str) -> list[Row]:
+    def _wait(self, name: str, enough: Callable[[Iterable[bool]], bool] = all) -> list[Row]:
         end_s = time.monotonic() + _LONGEST_CASE_S
         while True:
             has_ended = [process.poll() is not None for process in self._started]
             rows = [_row(process.written(), name) for process in self._started]
             if any(process.returncode for process in self._started) or time.monotonic() > end_s:
                 break
-            if all(row is not None or ended for row, ended in zip(rows, has_ended, strict=True)):
+            if enough(row is not None or ended for row, ended in zip(rows, has_ended, strict=True)):
                 return [row for row in rows if row is not None]
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         for process in self._started:
