@@ -301,12 +301,9 @@ class PlannedSteps:
         """Add a step; forget steps that it makes superfluous, and the smallest one if there are too many courses."""
         self.steps = [step for step in self.steps if not planned.replaces(step)]
         self.steps.append(planned)
-        alike = sorted(
-            (step for step in self.steps if step.calls == planned.calls),
-            key=lambda step: (step.plain_peak_bytes, step.number),
-        )
+        alike = [step for step in self.steps if step.calls == planned.calls]
         if len(alike) > _MOST_COURSES:
-            self.steps.remove(alike[0])
+            self.steps.remove(min(alike, key=lambda step: (step.plain_peak_bytes, step.number)))
         self._learn_arguments(planned)
 
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
@@ -375,6 +372,8 @@ def difference(one: PlannedStep, other: PlannedStep) -> str:
 
 def _unlike(mine: Call, its: Call) -> str:
     """Return how two calls differ, in words; "" if they do not."""
+    if mine.entry != its.entry:
+        return f"the module that is called, {mine.entry or 'the model'} and {its.entry or 'the model'}"
     if mine.shapes != its.shapes:
         pairs = zip(mine.shapes, its.shapes, strict=False)
         other_shapes = (f"shapes {shape_text(a)} and {shape_text(b)}" for a, b in pairs if a != b)

@@ -195,15 +195,16 @@ def test_state_that_an_optimizer_makes_later_is_planned_for(model: Blocks) -> No
 
 
 def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> None:
-    def said(*rows: int, **arguments: object) -> str:
-        inputs = enumerate(torch.zeros(number, 32) for number in rows)
-        calls = [describe_call("", model, (x,), arguments, Structure(model), "cpu", is_open=i > 0) for i, x in inputs]
+    def said(*rows: int, entry: str = "", **arguments: object) -> str:
+        inputs, built = enumerate(torch.zeros(number, 32) for number in rows), Structure(model)
+        calls = [describe_call(entry, model, (x,), arguments, built, "cpu", is_open=i > 0) for i, x in inputs]
         return unforeseen(planned, calls).removeprefix("differs in call 1 of the model from its plan: ")
 
     with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512, flag=True)
         (planned,) = attached.planned
     assert said(512, 512, flag=True) == "called the model 2 times, and its plan foresees 1"
+    assert said(512, entry="blocks.0", flag=True) == "the module that is called, the model and blocks.0"
     assert said(513, flag=True) == "shapes 512 x 32 and 513 x 32"
     assert said(512, flag=False) == "arguments True and False"
     assert said(512) == "arguments that one of them lacks"
