@@ -191,7 +191,7 @@ MUTATIONS = (
         "empty-units-off-tape",
         "an attached layer that computed nothing in the recorded step computes in later ones what nobody notices",
         "engine/tape_engine.py",
-        ((" or not unit.actions]", "]"),),
+        ((" or path in skips]", "]"),),
     ),
     Mutation(
         "names-of-a-first-step-kept",

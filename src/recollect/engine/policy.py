@@ -64,8 +64,8 @@ class Policy(Protocol):
 class PlanPolicy:
     """Looks values up in units' plans, and keeps values that it does not know; `tell` warns once if the model computes such.
 
-    With `departs`, which is then told of unit and value, those of units that recompute others, or that computed nothing when
-    they were recorded, are recomputed, too.
+    With `departs`, which is then told of unit and value, those of units that recompute others, or whose modules did not run
+    when they were recorded, are recomputed, too.
     `unnamed` are units and values that it was asked for, did not know, and has not told of yet.
 
     A loop inside a module (over the experts that got tokens) may run an op more or fewer times than when the plan was
@@ -94,7 +94,7 @@ class PlanPolicy:
 
     def action(self, unit_path: str, value_name: str) -> Action:
         unit = self._units.get(unit_path)
-        if unit is None or not (unit.actions or self.departs):
+        if unit is None or (self.departs is None and unit.may_be_of_a_skip):
             return Action.KEEP
         action = unit.actions.get(value_name)
         if action is not None:
@@ -105,7 +105,7 @@ class PlanPolicy:
         if len(alike) == 1:
             return next(iter(alike))
         self.unnamed.add((unit_path, value_name))
-        is_lean = self.departs is not None and (unit.recomputes_anything or not unit.actions)
+        is_lean = self.departs is not None and (unit.recomputes_anything or unit.may_be_of_a_skip)
         return Action.RECOMPUTE if is_lean else Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:

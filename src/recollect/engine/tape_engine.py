@@ -11,7 +11,7 @@ from torch import nn
 from recollect.engine.compiled.compiled_engine import compiled_forwards
 from recollect.engine.graph.graph_engine import graph_forwards
 from recollect.engine.offload.flight import Offload
-from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.tape import Tape
 from recollect.engine.tape_forwards import tape_forwards
@@ -46,8 +46,9 @@ def planned_forwards(
     drops_outputs = offloads or any(
         unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
     )
-    # And one that computed nothing when it was recorded may compute something in a later step.
-    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs or not unit.actions]
+    # And one whose modules did not run when it was recorded may run them in a later step.
+    skips = {path for path, unit in units.items() if unit.may_be_of_a_skip and [*unit_module(model, path).children()]}
+    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs or path in skips]
     shards = shards_of(model)
     _check_shards(units, shards)
     offload = Offload(model, units, host_bytes) if offloads else None

@@ -29,9 +29,9 @@ def traced_where_known(profile: Profile, plan: Plan) -> Plan:
     """Make a plan's units run from traces: those that were traced, or, without traces in the profile, all that can."""
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     units = plan.with_engine("graph").units
-    # The tape tells of what a layer computes that computed nothing when it was recorded.
-    nothing = {path for path, graph in graphs.items() if not graph.ops}
-    stay = nothing | {path for path, graph in graphs.items() if graph.joint is None and _knows_traces(profile)}
+    # The tape tells of what a layer computes whose modules did not run when it was recorded.
+    skips = {path for path, unit in plan.units.items() if unit.may_be_of_a_skip}
+    stay = skips | {path for path, graph in graphs.items() if graph.joint is None and _knows_traces(profile)}
     dropped = {path for path, unit in plan.units.items() if unit.output is Action.RECOMPUTE}
     # What reads a dropped output runs on the tape.
     stay.update(c.path for c in profile.calls if any(profile.calls[at].path in dropped for _, at, _ in c.origins))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from recollect.errors import PlanError
 from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
 from recollect.plans.trip import Trip, checked_trip
-from recollect.plans.value_names import collective_kind
+from recollect.plans.value_names import collective_kind, module_of
 
 _Word = TypeVar("_Word", Action, EngineChoice)
 
@@ -84,6 +84,11 @@ class UnitPlan:
     def recomputes_anything(self) -> bool:
         """Whether anything is recomputed, held as a part, or away from the device in between."""
         return {self.output, *self.actions.values()} != {Action.KEEP}
+
+    @property
+    def may_be_of_a_skip(self) -> bool:
+        """Whether no module inside the unit ran when it was recorded, as where stochastic depth passed its input on."""
+        return not self.recomputes_anything and not any(map(module_of, self.actions))
 
 
 def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:

@@ -394,16 +394,22 @@ def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_rec
 class Skipped(nn.Sequential):
     """Passes on what it gets at times, as stochastic depth does inside a layer."""
 
-    is_skipped = False
+    is_skipped = draws = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            torch.rand(())
         return x if self.is_skipped else super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore::recollect.errors.ConfigWarning")
-@pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_a_layer_that_computed_nothing_in_the_recorded_step_is_recomputed_in_others(model: Blocks, engine: Any) -> None:
+@pytest.mark.parametrize(("engine", "draws"), [("tape", False), ("tape", True), ("graph", True)])
+def test_a_layer_that_computed_nothing_in_the_recorded_step_is_recomputed_in_others(
+    model: Blocks, engine: Any, draws: bool
+) -> None:
     model.blocks = nn.ModuleList(Skipped(*block) for block in model.blocks)
+    for block in model.blocks:
+        block.draws = draws
     with attached_loop("85%", model, SGD, engine=engine) as (_, optimizer, attached):
         for number in range(2):
             model.blocks[number].is_skipped = True
