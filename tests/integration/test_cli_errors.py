@@ -44,8 +44,9 @@ PARSED = [
     (f"{BUDGET} --num-layers 0", "--num-layers: got 0, expected at least 1."),
     *(
         (f"{BUDGET} {flag} 0", f"{flag}: got 0, expected at least 1.")
-        for flag in ("--vocab-size", "--ffn-hidden-size", "--kv-channels")
+        for flag in ("--vocab-size", "--ffn-hidden-size", "--kv-channels", "--num-query-groups")
     ),
+    (f"{BUDGET} --num-layers 1000000", "--num-layers: got 1000000, expected 1 to 10000."),
     (f"{BUDGET} --num-layers=two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --micro_batch_size=two", "--micro-batch-size: got 'two', expected a whole number."),
     (f"{BUDGET} --num-layers two", "--num-layers: got 'two', expected a whole number."),

@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.optim_flags import at_least
+from recollect.lab.train.optim_flags import at_least, within
 
 if TYPE_CHECKING:  # which cannot read names from a table
     SizeName = str
@@ -152,7 +152,10 @@ class ModelFlags:
 
     def __post_init__(self) -> None:
         self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
-        at_least(self, 1, "make_vocab_size_divisible_by", "vocab_size", "ffn_hidden_size", "kv_channels")
+        at_least(
+            self, 1, "make_vocab_size_divisible_by", "vocab_size", "ffn_hidden_size", "kv_channels", "num_query_groups"
+        )
+        within("num_layers", self.num_layers or 1, 1, 10_000)  # building more takes hours
         if self.use_rotary_position_embeddings and self.position_embedding_type == "learned_absolute":
             self._refuse_both("use_rotary_position_embeddings", "position_embedding_type")
         if self.use_flash_attn and self.attention_backend in ("unfused", "local"):
