@@ -31,6 +31,7 @@ PARSED = [
     ("train --steps 0", "--steps: got 0, expected at least 1."),
     ("train --steps", "--steps: got no value, expected one."),
     ("train --lr nan", "--learning-rate: got nan, expected at least 0."),
+    ("train --beta2 1", "--beta2: got 1.0, expected 0 or more, and less than 1."),
     ("train --seed -1", "--seed: got -1, expected 0 to 4294967295."),
     ("train --lr high", "--lr: got 'high', expected a number."),
     ("train --resume", "--resume: got it without --run-dir, expected the folder of the run to go on with."),

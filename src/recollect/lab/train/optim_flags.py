@@ -78,6 +78,9 @@ class OptimFlags:
     ) -> None:
         at_least(self, 1, "batch_size")
         at_least(self, 0, "warmup_steps", "learning_rate", "weight_decay", "clip_norm", "adam_eps")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more, and less than 1.")
         if global_batch_size is not None:
             if global_batch_size < 1 or global_batch_size % self.batch_size:
                 raise ValueError(
