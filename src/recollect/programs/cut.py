@@ -281,7 +281,11 @@ class _Schedule:
                 self._waiting.add(block[0])
                 pending += reversed(missing)
                 continue
-            self._run_again(block)
+            self._waiting.discard(block[0])
+            self._made.add(block[0])
+            for number in block:
+                self._forward.check(number)
+                self.ops.append(number)
 
     def _block(self, tensor: int) -> list[int]:
         """Return the ops that make a tensor, which run one after the other; none if it is there."""
@@ -293,10 +297,3 @@ class _Schedule:
             return []
         maker = self._forward.maker[tensor]
         return self._forward.blocks.get(maker, [maker])
-
-    def _run_again(self, block: list[int]) -> None:
-        self._waiting.discard(block[0])
-        self._made.add(block[0])
-        for number in block:
-            self._forward.check(number)
-            self.ops.append(number)

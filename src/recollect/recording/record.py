@@ -231,7 +231,13 @@ def _recorded(
             stack.enter_context(step.undisturbed())
         stack.enter_context(within or nullcontext())
         if recording.is_on_fake_tensors and any(inner_tensors(p) for p in model.parameters()):
-            _run_unseen(step)
+            # DTensors try out each op when they first meet it. The recorder can tell these trials, on fake tensors, from
+            # ops on real ones, and so the step runs once unseen.
+            if not is_own:
+                step.prepare_gradients()  # adding to them is an op, too
+            with loss_in_chunks(model, step.loss_chunks):
+                step.run()
+            free_gradients(model.parameters())
         if not is_own:
             step.prepare_gradients()
         _run(step, recording, others_bytes, master_weights)
@@ -242,18 +248,6 @@ def _recorded(
             loss_chunks=step.loss_chunks,
             around=around or around_ops(step.device, traces=recording.traces),
         )
-
-
-def _run_unseen(step: Step) -> None:
-    """Run a step once before it is recorded: DTensors try out each op when they first meet it.
-
-    The recorder can tell these trials, on fake tensors, from ops on real ones.
-    """
-    if step.own is None:
-        step.prepare_gradients()  # adding to them is an op, too
-    with loss_in_chunks(step.model, step.loss_chunks):
-        step.run()
-    free_gradients(step.model.parameters())
 
 
 def _run(step: Step, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:

@@ -195,34 +195,27 @@ def decide(profile: Profile, plan: Plan) -> list[CallActions]:
             and does not name all units.
     """
     if profile.shard_ranks == 1:
-        _check_no_shards(plan)
+        for path, unit in plan.units.items():
+            name = next((name for name, action in unit.actions.items() if action is Action.SHARD), None)
+            if name is not None:
+                raise PlanError(
+                    f"cannot predict the plan: {unit_words(path)} holds {name!r} as parts, one on each rank, and the profile "
+                    "was recorded without. Call recollect.distribute_saved_activations(model, group) before recollect.record."
+                )
     if plan.offloads:
-        _check_names_all(profile, plan)
+        missing = next((call.path for call in profile.calls if call.path not in plan.units), None)
+        if missing is not None:
+            raise PlanError(
+                f"cannot predict the plan: it offloads values, and does not name {unit_words(missing)}. Values leave and come "
+                "back where units begin, of those that the plan names: name all, if only with UnitPlan({}), which keeps "
+                "everything."
+            )
     known: dict[tuple[int, int], CallActions] = {}
     decisions = []
     for call in profile.calls:
-        unit = plan.units.get(call.path)
-        key = (call.graph, id(unit))
+        planned = plan.units.get(call.path)
+        key = (call.graph, id(planned))
         if key not in known:
-            known[key] = decide_call(profile.graphs[call.graph], unit)
+            known[key] = decide_call(profile.graphs[call.graph], planned)
         decisions.append(known[key])
     return decisions
-
-
-def _check_names_all(profile: Profile, plan: Plan) -> None:
-    missing = next((call.path for call in profile.calls if call.path not in plan.units), None)
-    if missing is not None:
-        raise PlanError(
-            f"cannot predict the plan: it offloads values, and does not name {unit_words(missing)}. Values leave and come back "
-            "where units begin, of those that the plan names: name all, if only with UnitPlan({}), which keeps everything."
-        )
-
-
-def _check_no_shards(plan: Plan) -> None:
-    for path, unit in plan.units.items():
-        name = next((name for name, action in unit.actions.items() if action is Action.SHARD), None)
-        if name is not None:
-            raise PlanError(
-                f"cannot predict the plan: {unit_words(path)} holds {name!r} as parts, one on each rank, and the profile was "
-                "recorded without. Call recollect.distribute_saved_activations(model, group) before recollect.record."
-            )
