@@ -45,10 +45,8 @@ def check_memory(
     model: nn.Module, batch_bytes: int, device: torch.device, settings: Mapping[str, object], advice: str
 ) -> None:
     """Check that a device may hold a model and its gradients: systems end a process that asks for too much without a word."""
-    nbytes, there = (
-        sum(parameter.nbytes for parameter in model.parameters()),
-        memory_bytes(device) or host_memory_bytes(),
-    )
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    there = memory_bytes(device) or host_memory_bytes()
     if 2 * nbytes + batch_bytes > there:
         need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
         need += f", the tokens {format_bytes(batch_bytes)}" if batch_bytes > nbytes else ""
