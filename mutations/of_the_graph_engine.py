@@ -388,6 +388,11 @@ MUTATIONS = (
         "graph-gradients-of-dtensors-respread",
         "gradients of a DTensor that were spread in different ways are handed over as this process's part",
         "engine/graph/trace.py",
-        (("if any(one not in specs for index in self.spread_inputs for one in gradients[index]):", "if False:"),),
+        (
+            (
+                "if any((index, one) not in specs for index in self.spread_inputs for one in gradients[index]):",
+                "if False:",
+            ),
+        ),
     ),
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rank_processes import run_program
-from traced_dtensors import LOOPS, RANKS
+from traced_dtensors import LOOPS_OF, RANKS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
@@ -19,13 +19,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("way", ["tensor", "sequence", "sharded"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "way"), [(loop, way) for way, loops in LOOPS_OF.items() for loop in loops])
 def test_traces_have_the_bits_of_eager_mode(ranks: list[dict[str, Any]], loop: str, way: str) -> None:
     """No layer is left to the tape, which a warning would say."""
     for found in ranks:
         assert found[f"why not {way}"] == [""]
         assert found[f"{loop} {way}"] == {"same": True, "told": []}
+
+
+def test_tensors_that_are_added_to_dtensors(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["why not mixed"] == [""]
+        assert found["once mixed"] == {"same": True, "told": []}
 
 
 @pytest.mark.parametrize("way", ["tensor", "sequence"])

@@ -47,8 +47,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.mlp = Mlp()
+        self.register_parameter("shift", None)
 
     def forward(self, hidden: Any) -> Any:
+        if self.shift is not None:
+            hidden = hidden + DTensor.from_local(self.shift, hidden.device_mesh, hidden.placements)
         return hidden + nn.functional.dropout(self.mlp(self.norm(hidden)), self.drops)
 
 
@@ -88,6 +91,13 @@ def sequence(model: Model, mesh: Any) -> None:
     parallelize_module(model, mesh, {"first": first})
 
 
+def mixed(model: Model, mesh: Any) -> None:
+    """A plain parameter and a DTensor get the same gradient: for the one it is a plain tensor, for the other a DTensor."""
+    sequence(model, mesh)
+    for block in model.blocks:
+        block.shift = nn.Parameter(torch.ones(2, 8 // RANKS, WIDTH))
+
+
 def sharded(model: Model, mesh: Any) -> None:
     """FSDP2 shards what tensor parallelism, here of one process, has left."""
     both = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("data", "tensor"))
@@ -110,7 +120,7 @@ def respread(model: Model, mesh: Any) -> None:
     model.layout = Replicate()
 
 
-WAYS = {way.__name__: way for way in (tensor, sequence, sharded, drawing, respread)}
+WAYS = {way.__name__: way for way in (tensor, sequence, sharded, mixed, drawing, respread)}
 
 
 def built(way: str) -> Model:
@@ -159,13 +169,9 @@ def frozen(model: Model) -> None:
     once(model)
 
 
-LOOPS: dict[str, Callable[[Model], None]] = {
-    "once": once,
-    "micro-batches": micro_batches,
-    "in flight": in_flight,
-    "kept": kept,
-    "frozen": frozen,
-}
+LOOPS = {loop.__name__: loop for loop in (once, micro_batches, in_flight, kept, frozen)}
+# FSDP2 brings nothing of its own to the others.
+LOOPS_OF = {"tensor": tuple(LOOPS), "sequence": tuple(LOOPS), "sharded": ("once", "micro_batches")}
 
 
 def trained(model: Model, loop: Callable[[Model], None]) -> list[Tensor]:
@@ -212,8 +218,8 @@ def cases() -> Iterator[tuple[str, Any]]:
         yield f"why not {way}", sorted({graph.why_not_traced for graph in profile.graphs})
         ends = [recollect.classic_plan(profile, name).predicted_peak_bytes or 0 for name in ("full", "keep_all")]
         plan = recollect.plan(profile, sum(ends) // 2, engine="graph")
-        for name, loop in LOOPS.items() if way in ("tensor", "sequence", "sharded") else [("once", once)]:
-            yield f"{name} {way}", traced(way, loop, plan)
+        for name in LOOPS_OF.get(way, ("once",)):
+            yield f"{name} {way}", traced(way, LOOPS[name], plan)
         if way in ("tensor", "sequence"):
             excess = profile.persistent_bytes + least_growth(way, plan) - (plan.predicted_peak_bytes or 0)
             yield f"excess {way}", excess

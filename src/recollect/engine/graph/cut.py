@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from recollect.engine.graph.joint import Joint
-from recollect.engine.graph.trace import BackwardTrace, Tangents, Trace
+from recollect.engine.graph.trace import BackwardTrace, Specs, Tangents, Trace
 from recollect.engine.graph.traced_op import TracedOp, TracedTensor
 from recollect.programs.cut import Cut as NumberedCut
 from recollect.programs.cut import cut as cut_record
@@ -36,7 +35,7 @@ class Cut:
     draws: list[TracedOp]
     backward: list[TracedOp]
     gradients: list[list[TracedTensor]]
-    specs: dict[TracedTensor, Any]
+    specs: Specs
     sums: dict[TracedOp, tuple[TracedTensor, TracedTensor]]
     joint: Joint
     numbers: NumberedCut

@@ -181,7 +181,7 @@ class TracedUnit:
             made = found[: len(addends)]
             del found[: len(addends)]
             if specs:
-                made = [spread(one, specs.get(addend)) for one, addend in zip(made, addends, strict=True)]
+                made = [spread(one, specs.get((index, addend))) for one, addend in zip(made, addends, strict=True)]
             ordered += made + [None] * (self._edges[index] - len(addends))
         return ordered
 

@@ -53,6 +53,10 @@ Tangents: TypeAlias = tuple[Any, ...]
 where autocast is on."""
 
 
+Specs: TypeAlias = dict[tuple[int, TracedTensor], Any]
+"""How DTensors are spread, by the input whose gradients they are, and by what this process holds: inputs share gradients."""
+
+
 class SpreadKind(NamedTuple):
     """What this process holds of a DTensor, and how it is spread."""
 
@@ -71,7 +75,7 @@ class BackwardTrace:
     """The gradients that it begins with, without those that are not there."""
     gradients: list[list[TracedTensor]]
     """For each input, the addends of its gradient in eager mode, in order; empty for one without."""
-    specs: dict[TracedTensor, Any]
+    specs: Specs
     """How those are spread that are DTensors."""
 
 
@@ -213,7 +217,7 @@ class Trace:
         self._memory.check(parts)
 
     @contextmanager
-    def _counted(self, specs: dict[TracedTensor, Any]) -> Iterator[Counter[int]]:
+    def _counted(self, specs: Specs) -> Iterator[Counter[int]]:
         """Count the gradients that come to each input: some edges have none, or are not reached from these outputs.
 
         `specs`: gets how those are spread that are DTensors.
@@ -224,7 +228,7 @@ class Trace:
             gradient = gradients[place]
             found[index] += gradient is not None
             if index in self.spread_inputs and gradient is not None:
-                specs[self._recorder.known(local_part(gradient))] = spec_of(gradient)
+                specs[index, self._recorder.known(local_part(gradient))] = spec_of(gradient)
 
         handles = [node.register_hook(partial(count, place=place, index=leaf)) for node, place, leaf in self._edges]
         try:
@@ -253,7 +257,7 @@ class Trace:
             recorder.begin_backward()
             begun = [recorder.add(local_part(tangent), None) for _, tangent in given]
             found: Sequence[torch.Tensor | None] = [None] * len(needing)
-            specs: dict[TracedTensor, Any] = {}
+            specs: Specs = {}
             with recorder, self._counted(specs) as counts:
                 if needing and given:
                     found = torch.autograd.grad(
@@ -270,7 +274,7 @@ class Trace:
             if gradient is not None:
                 total = recorder.known(local_part(gradient))
                 gradients[index] = _added_up(total, counts[index])
-        if any(one not in specs for index in self.spread_inputs for one in gradients[index]):
+        if any((index, one) not in specs for index in self.spread_inputs for one in gradients[index]):
             raise UntraceableError("the gradients of a DTensor are spread in different ways before they are added up")
         return BackwardTrace(tangents, recorder.ops, begun, gradients, specs)
 
