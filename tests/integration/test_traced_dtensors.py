@@ -33,6 +33,11 @@ def test_tensors_that_are_added_to_dtensors(ranks: list[dict[str, Any]]) -> None
         assert found["once mixed"] == {"same": True, "told": []}
 
 
+def test_a_plan_that_was_suspended_goes_on_from_traces(ranks: list[dict[str, Any]]) -> None:
+    """Ranks compare their plans in the first step, which dispatch modes keep on the tape; once is enough."""
+    assert [found["on the tape after a pause"] for found in ranks] == [0] * RANKS
+
+
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 def test_the_peak_is_predicted(ranks: list[dict[str, Any]], way: str) -> None:
     for found in ranks:

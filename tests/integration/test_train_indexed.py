@@ -212,7 +212,7 @@ def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "Warning: without effect here: --overlap-grad-reduce (PyTorch decides" in errors
-    assert "Warning: use_distributed_optimizer=True: no effect" in errors
+    assert "Warning: --use-distributed-optimizer: no effect" in errors
     assert [f"step {step}/6" in output for step in range(1, 7)] == [True] * 6
     assert "Megatron: selective, core_attn" in output
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import recollect
 from case_server import join
+from engines import traced_forwards
 
 RANKS = 2
 WIDTH = 16
@@ -198,6 +200,20 @@ def traced(way: str, loop: Callable[[Model], None], plan: recollect.Plan) -> dic
     return {"same": same(expected, found), "told": [str(one.message) for one in told]}
 
 
+def num_tape_calls_after_pause(way: str, plan: recollect.Plan) -> int:
+    """Return how many layers run on the tape in the first step after a plan was suspended."""
+    model = built(way)
+    with recollect.apply(model, plan) as applied:
+        for _ in range(4):
+            once(model)
+        with applied.suspended():
+            once(model)
+        tape = traced_forwards(applied)[0].tape
+        with mock.patch.object(tape, "run", wraps=tape.run) as run:
+            once(model)
+        return run.call_count
+
+
 def least_growth(way: str, plan: recollect.Plan) -> int:
     """Return by how many bytes a step grows, once traced; gloo may let go of a buffer late."""
     model, given = built(way), tokens()
@@ -220,6 +236,8 @@ def cases() -> Iterator[tuple[str, Any]]:
         plan = recollect.plan(profile, sum(ends) // 2, engine="graph")
         for name in LOOPS_OF.get(way, ("once",)):
             yield f"{name} {way}", traced(way, LOOPS[name], plan)
+        if way == "tensor":
+            yield "on the tape after a pause", num_tape_calls_after_pause(way, plan)
         if way in ("tensor", "sequence"):
             excess = profile.persistent_bytes + least_growth(way, plan) - (plan.predicted_peak_bytes or 0)
             yield f"excess {way}", excess

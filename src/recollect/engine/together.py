@@ -134,11 +134,17 @@ class _FirstCall(PlacedForward):
     def __init__(self, module: nn.Module, agreement: Agreement) -> None:
         super().__init__(module)
         self.agreement = agreement
+        self._has_run = False
+
+    def put(self) -> None:
+        if not self._has_run:  # Else the plan was suspended, and goes on.
+            super().put()
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes():
             return self.forward(*args, **kwargs)
+        self._has_run = True
         self.take_off()
         with _Meets(self.agreement):
             output = self.forward(*args, **kwargs)
