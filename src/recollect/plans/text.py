@@ -72,6 +72,8 @@ def label_paths(paths: Sequence[str], classes: Mapping[str, str] = MappingProxyT
     Example:
         >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])
         'layers.{0-2,4}'
+        >>> label_paths(["layers.0", "layers.2", "layers.1"])
+        'layers.0-2'
         >>> label_paths(["0", "1", "3", "4"], {"1": "Block", "3": "Block"})
         '{0,4}, {1,3} (Block)'
     """
@@ -84,8 +86,14 @@ def label_paths(paths: Sequence[str], classes: Mapping[str, str] = MappingProxyT
 
 def _short_paths(paths: Sequence[str], most: int) -> list[str]:
     """Abbreviate paths to one label for each set of siblings, with at most this many labels."""
+    siblings: dict[str, list[str]] = {}
+    for path in paths:
+        siblings.setdefault(path.rpartition(".")[0], []).append(path)
+    for own in siblings.values():
+        if all(path.rpartition(".")[2].isdecimal() for path in own):
+            own.sort(key=lambda path: int(path.rpartition(".")[2]))  # Files have them by their plans.
     members: dict[str, list[str]] = {}
-    for path in compress_paths(paths):
+    for path in compress_paths([path for own in siblings.values() for path in own]):
         stem, _, last = path.rpartition(".")
         members.setdefault(stem, []).append(last)
     labels = []
