@@ -41,8 +41,9 @@ def test_a_plan_that_was_suspended_goes_on_from_traces(ranks: list[dict[str, Any
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 def test_the_peak_is_predicted(ranks: list[dict[str, Any]], way: str) -> None:
     for found in ranks:
-        # Predictions from real tensors add 1 KiB for what they cannot see; gloo may free a buffer before the peak.
-        assert -2048 <= found[f"excess {way}"] <= 0
+        # Predictions from real tensors add 1 KiB for what they cannot see, and gloo may free buffers of 2 KiB late in the
+        # recorded step. Of 37 KiB.
+        assert -5 * 1024 <= found[f"excess {way}"] <= 0
 
 
 def test_a_dtensor_that_is_spread_in_two_ways_stays_on_the_tape(ranks: list[dict[str, Any]]) -> None:
