@@ -17,9 +17,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from flags import parse
+from recollect._torch_dtensor import local_part
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.config import DataFlags, ProcessFlags, TrainConfig
-from recollect.lab.train.exchange import local_part
 from recollect.lab.train.model_flags import ModelFlags, SizeName
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.processes import joined_processes

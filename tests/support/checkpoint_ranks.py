@@ -14,13 +14,13 @@ import torch.distributed as dist
 import recollect
 import training_runs
 from case_server import serve
+from recollect._torch_dtensor import local_part
 from recollect.lab.train.config import ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.processes import ONE_PROCESS, joined_processes
 from recollect.lab.train.session import open_session
 from recollect.lab.train.sharded_checkpoint import StoredState, parts_of
 from recollect.lab.train.trained import build_trained
-from recollect.recording.optimizer_step import local_part
 
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch_dtensor import local_part
 from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_private import FakeTensorMode, TorchDispatchMode, without_global_hooks
 from recollect.engine.captured import told_of_capture
@@ -275,12 +276,6 @@ def make_probe(
         probe = _copied(optimizer, groups, stand_ins)
     _give_overrides(probe, getattr(optimizer, "mng", None), stand_ins)
     return probe
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a parameter sharded over several."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
 
 
 def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -196,7 +196,10 @@ class UnitSamples:
         )
 
     def _runs_alone(self, module: nn.Module) -> bool:
-        """Whether a copy does what the module does: not if modules inside gather or compile again; with parts of parameters?"""
+        """Whether a sample does what the module does: not if modules inside gather or compile again, or it lacks parameters.
+
+        With parts of them a module can be traced; only their processes together can run it.
+        """
         inside = (part for part in module.modules() if part is not module)
         if gathers_inside(module) or any(map(is_compiled_module, inside)):
             return False

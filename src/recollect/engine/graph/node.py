@@ -62,8 +62,10 @@ class TracedUnit:
         # For the next forward: that of the last backward, which the next one will probably be like.
         self.latest = self._most
         self._all_inputs = range(len(trace.inputs))
-        self.made = [index for index, tensor in enumerate(trace.outputs) if tensor not in trace.passed_on]
-        self.no_grad = [place for place, index in enumerate(self.made) if not trace.outputs_need_grad[index]]
+        # Outputs that are no inputs, by position, with how DTensors among them are spread.
+        outputs = enumerate(zip(trace.outputs, trace.output_specs, strict=True))
+        self.made = [(index, spec) for index, (tensor, spec) in outputs if tensor not in trace.passed_on]
+        self.no_grad = [place for place, (index, _) in enumerate(self.made) if not trace.outputs_need_grad[index]]
         self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()
         # By the paths of units that share this.
@@ -72,7 +74,6 @@ class TracedUnit:
         # eager mode has none for is not given: hooks for its gradient would be called.
         self._edges = [trace.num_edges[i] for i in self._all_inputs]
         self._given_inputs = [i for i, count in enumerate(self._edges) for _ in range(count)]
-        self.made_specs = [(index, trace.output_specs[index]) for index in self.made]
 
     def program(self, tangents: Tangents) -> Program:
         if tangents not in self._programs:
@@ -122,7 +123,7 @@ class TracedUnit:
     def _given(self, call: _Call, gradients: list[Any]) -> tuple[list[Any], Program]:
         """Return the inputs of backward's program, which are released elsewhere, and the program."""
         tangents: list[Any] = [None] * len(self.trace.outputs)
-        for place, (index, spec) in enumerate(self.made_specs):
+        for place, (index, spec) in enumerate(self.made):
             if (gradient := gradients[place]) is not None:
                 tangents[index] = gradient.stride()
                 if spec is not None:
@@ -268,7 +269,7 @@ class _Call:
             for tensor, is_again in zip(seen, program.again, strict=True)
             if not tensor.is_inference()
         ]
-        return tuple([spread(found[index], spec) for index, spec in unit.made_specs])
+        return tuple([spread(found[index], spec) for index, spec in unit.made])
 
     def take(self, program: Program) -> list[Any]:
         """Return the saved values for a program's backward; release them unless there may be one more.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect._torch_dtensor import local_part
 from recollect.capturing.captured_step import CapturedStep
 from recollect.capturing.cuda_graphs import Graphs
 from recollect.lab.parallel.expert import ExchangedExperts
@@ -25,7 +26,6 @@ from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
 from recollect.plans.plan import Plan
 from recollect.recording.model_step import Step
-from recollect.recording.optimizer_step import local_part
 from recollect.recording.step_recording import Gradients
 
 # As in `torch.nn.utils.clip_grad_norm_`.
