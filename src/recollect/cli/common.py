@@ -84,16 +84,25 @@ def build_step(
     flags: ModelStep, device: torch.device, config: TransformerConfig | None = None
 ) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords."""
-    sizes: Mapping[str, object] = {"batch_size": flags.num_sequences, "seq_length": flags.seq_length}
+    if flags.hf_config is not None:
+        warn_of_model_flags(flags.model)
     if device.type != "meta":
-        model, batch, _ = build_step(flags, torch.device("meta"), config)
+        model, batch = build_model(flags, torch.device("meta"), config)
         fakes, advice = {"fake": False}, "Add --fake, which records it without memory."
-        given = (fakes, advice) if isinstance(flags, FakeStep) else (sizes, SMALLER)
+        given = (fakes, advice) if isinstance(flags, FakeStep) else (_sizes(flags), SMALLER)
         check_memory(model, batch["labels"].nbytes, device, *given)
+    model, batch = build_model(flags, device, config)
+    return model, batch, build_optimizer(model, OptimFlags())
+
+
+def build_model(
+    flags: ModelStep, device: torch.device, config: TransformerConfig | None = None
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Build model and batch of `build_step`, without a check of what the device holds."""
     try:
         with device:
             if flags.hf_config is not None:
-                model = _hugging_face_model(flags.hf_config, flags.model)
+                model = _hugging_face_model(flags.hf_config)
             else:
                 model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
             model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
@@ -102,9 +111,12 @@ def build_step(
         if "verflow" not in str(problem):
             raise
         reason = "a tensor has more bytes than 64 bits can count"
-        raise ConfigError(settings=sizes, reason=reason, advice=SMALLER) from None
-    batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
-    return model, batch, build_optimizer(model, OptimFlags())
+        raise ConfigError(settings=_sizes(flags), reason=reason, advice=SMALLER) from None
+    return model, {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
+
+
+def _sizes(flags: ModelStep) -> Mapping[str, object]:
+    return {"batch_size": flags.num_sequences, "seq_length": flags.seq_length}
 
 
 def step_recorder(
@@ -143,7 +155,7 @@ def warn_of_model_flags(given: ModelFlags) -> None:
         warn_user("--hf-config describes the whole model: other flags of the model are without effect.")
 
 
-def _hugging_face_model(path: Path, others: ModelFlags) -> nn.Module:
+def _hugging_face_model(path: Path) -> nn.Module:
     with needed("transformers", by="--hf-config"):
         import transformers
     path = path / "config.json" if path.is_dir() else path
@@ -151,7 +163,6 @@ def _hugging_face_model(path: Path, others: ModelFlags) -> nn.Module:
         raise RecollectError(
             f"--hf-config {path}: no such file, expected a config.json of a causal language model, downloaded before."
         )
-    warn_of_model_flags(others)
     try:
         config: Any = transformers.AutoConfig.from_pretrained(str(path))
         config.use_cache = False  # a key-value cache is for generation; in training it only wastes memory

@@ -13,7 +13,7 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.cluster import run_cluster
 from recollect.cli.commands import MakePlan
-from recollect.cli.common import build_step, check_folder, check_pictures, step_recorder, write_file
+from recollect.cli.common import build_model, check_folder, check_pictures, step_recorder, write_file
 from recollect.errors import NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
 from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags
@@ -179,7 +179,7 @@ def _max_size(command: MakePlan) -> int:
     if command.largest != "seq-length":
         return MAX_SIZE
     flags = command.step
-    config: Any = build_step(flags, torch.device("meta"))[0].config
+    config: Any = build_model(flags, torch.device("meta"))[0].config
     if flags.hf_config is not None:
         return getattr(config, "max_position_embeddings", None) or MAX_SIZE
     # A model of Megatron's flags gets as many positions as tokens.

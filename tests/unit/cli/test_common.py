@@ -1,12 +1,16 @@
 """Code shared by the commands: consoles for tables, and flags without effect."""
 
 import io
+import json
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from recollect.cli.common import warn_of_model_flags, wide_console
+from recollect.cli.commands import ModelStep
+from recollect.cli.common import build_step, warn_of_model_flags, wide_console
 from recollect.lab.train.model_flags import ModelFlags
 
 
@@ -18,11 +22,15 @@ def test_tables_have_room_for_their_columns(is_terminal: bool, width: int, expec
     assert wide_console(console, 120).width == expected
 
 
-def test_flags_of_the_model_beside_one_of_hugging_face() -> None:
+def test_flags_of_the_model_beside_one_of_hugging_face(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}))
+    flags = ModelStep(model=ModelFlags(num_layers=2), hf_config=config, seq_length=4)
     with pytest.warns(
         UserWarning, match=r"^--hf-config describes the whole model: other flags of the model are without"
-    ):
-        warn_of_model_flags(ModelFlags(num_layers=2))
+    ) as told:
+        build_step(flags, torch.device("cpu"))
+    assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_model_flags(ModelFlags(make_vocab_size_divisible_by=128))
