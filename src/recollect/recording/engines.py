@@ -56,11 +56,16 @@ def with_joints(
     graphs = list(profile.graphs)
     repeated = sorted({c.graph for c in profile.calls if c.repeated and not graphs[c.graph].why_not_traced})
     found: dict[int, JointRecord | str] = {}
+    untraced: dict[int, str] = {}
     with stage("tracing units", total=len({id(samples.get(index)) for index in repeated})) as done:
         for index in repeated:
             sample = samples.get(index)
             if id(sample) not in found:
-                found[id(sample)] = _traced(sample, graphs[index], profile, device, costs)
+                kind = -1 if sample is None else sample.first_alike
+                joint = untraced.get(kind) or _traced(sample, graphs[index], profile, device, costs)
+                if isinstance(joint, str):  # Nor can the others of its kind, whose traces would take as long.
+                    untraced[kind] = joint
+                found[id(sample)] = joint
                 done()
             graphs[index] = _with_joint(graphs[index], found[id(sample)])
     return replace(profile, graphs=tuple(graphs))

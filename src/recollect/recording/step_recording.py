@@ -213,7 +213,7 @@ class StepRecording:
         self.late_gradients_bytes = sum(left[one].nbytes for one, at in met.items() if isinstance(at, int))
         self._note_staying_outputs()
         forget_last_step()
-        self.left_bytes = sum(one.nbytes for one in left.values()) + sum(s.held_bytes for s in self._samples.samples)
+        self.left_bytes = sum(one.nbytes for one in left.values()) + self._samples.held_bytes
         # Fake tensors take no memory.
         self._other_bytes = self._unrelated.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
@@ -303,9 +303,7 @@ class StepRecording:
         if self.engine != "tape":
             # A copy of a unit that communicates cannot run by itself.
             left_out = recorder.communicating if self._runs_samples else ()
-            by_call = {s.call: s for s in self._samples.samples if s.call not in left_out}
-            pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
-            self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
+            self.samples_of_graph = self._samples.of_graphs(made, left_out)
         if has_two_clocks(made):
             plain = [CallActions()] * len(made.calls)
             made = replace(made, step_s=step_times(made, plain).step_s)

@@ -6,7 +6,7 @@ A copy runs again: neither the model's parameters nor its hooks, counters or cac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
@@ -24,6 +24,8 @@ from recollect._torch_private import (
     tree_map,
     without_compiler,
 )
+from recollect.profile.graph import ValueRecord
+from recollect.profile.profile import Profile
 from recollect.recording.restored_state import HOOKS, HOOKS_OF_RUNS
 from recollect.tensors import has_strides, shape_of, tensors_held
 
@@ -70,6 +72,7 @@ class UnitSample:
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
     in the unit's graph; -1 if it is none. `num_hooks`: of modules inside the unit; some models put hooks on while they run.
     `parameters`: as the call found them, by name; FSDP2 has this process's parts in their place before and after it.
+    `first_alike`: the first call of its kind, whose arguments these are.
     """
 
     call: int
@@ -82,10 +85,7 @@ class UnitSample:
     output_values: tuple[int, ...] = ()
     num_hooks: int = 0
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_held((self.args, self.kwargs)))
+    first_alike: int = 0
 
     def whole(self) -> UnitSample:
         args, kwargs = tree_map(
@@ -134,12 +134,10 @@ class UnitSample:
 
 
 class UnitSamples:
-    """Takes one sample of each kind of unit: the same class, parameters and arguments, by their shapes.
+    """Copies the inputs of one call of each kind of unit: the same class, parameters and arguments, by their shapes.
 
-    Attributes:
-        samples: one of each kind.
-        first_alike: by call, the first call of its kind. Calls of a kind may have other graphs, such as the last one of several
-            layers, whose output nothing reads.
+    Calls of a kind may have different graphs: nothing reads the output of the last of several layers, or every second layer
+    shifts its windows. They share the inputs, and run on modules of their own.
     """
 
     def __init__(
@@ -157,8 +155,26 @@ class UnitSamples:
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
         self._device = device
         self._kinds: dict[Any, int] = {}
-        self.samples: list[UnitSample] = []
-        self.first_alike: dict[int, int] = {}
+        self._of_calls: dict[int, UnitSample] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        firsts = (sample for call, sample in self._of_calls.items() if call == sample.first_alike)
+        return sum(tensor.nbytes for one in firsts for tensor in tensors_held((one.args, one.kwargs)))
+
+    def of_graphs(self, profile: Profile, left_out: Container[int] = ()) -> dict[int, UnitSample]:
+        """Return, for each graph of a profile, a sample of one that has it, or has the same ops on as many bytes.
+
+        `left_out`: calls of which a sample is of no use.
+        """
+        found: dict[int, UnitSample] = {}
+        by_ops: dict[Any, UnitSample] = {}
+        for call, sample in self._of_calls.items():
+            if call not in left_out:
+                graph = profile.graph_of(profile.calls[call])
+                ops = sample.first_alike, tuple(op.name for op in graph.ops), tuple(map(_size, graph.values))
+                found.setdefault(profile.calls[call].graph, by_ops.setdefault(ops, sample))
+        return found
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run by itself."""
@@ -166,8 +182,14 @@ class UnitSamples:
             return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
-        self.first_alike[call] = self._kinds.setdefault(kind, call)
-        if self.first_alike[call] != call or path in self._compiled or not self._runs_alone(module):
+        first = self._kinds.setdefault(kind, call)
+        if path in self._compiled or not self._runs_alone(module):
+            return
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        if first != call:
+            if alike := self._of_calls.get(first):
+                own = replace(alike, call=call, module=module, num_hooks=num_hooks(module), parameters=parameters)
+                self._of_calls[call] = own
             return
         try:
             leaves = [
@@ -181,18 +203,16 @@ class UnitSamples:
         args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
         kind_of_device = self._device.type
         autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        self.samples.append(
-            UnitSample(
-                call,
-                module,
-                args,
-                kwargs,
-                requires_grad,
-                autocast,
-                num_hooks=num_hooks(module),
-                parameters=parameters,
-            )
+        self._of_calls[call] = UnitSample(
+            call,
+            module,
+            args,
+            kwargs,
+            requires_grad,
+            autocast,
+            first_alike=call,
+            num_hooks=num_hooks(module),
+            parameters=parameters,
         )
 
     def _runs_alone(self, module: nn.Module) -> bool:
@@ -213,10 +233,10 @@ class UnitSamples:
 
         `leaves`: of its arguments, as it got them.
         """
-        if self.samples and self.samples[-1].call == call:
+        if sample := self._of_calls.get(call):
             inputs = tuple(map(value_of, leaves))
             outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-            self.samples[-1] = replace(self.samples[-1], input_values=inputs, output_values=outputs)
+            self._of_calls[call] = replace(sample, input_values=inputs, output_values=outputs)
 
 
 def _of_copies(item: Any, copies: dict[int, Any]) -> Any:
@@ -233,6 +253,10 @@ def _of_copies(item: Any, copies: dict[int, Any]) -> Any:
     for cell, own in zip(cells, item.__closure__, strict=True):
         cell.cell_contents = _of_copies(own.cell_contents, copies)
     return function
+
+
+def _size(value: ValueRecord) -> tuple[str, int, int | None]:
+    return value.name, value.nbytes, value.producer
 
 
 def num_hooks(module: nn.Module) -> int:

@@ -59,6 +59,7 @@ def with_variants(
         _warn(profile, missing, "a copy of it cannot run by itself")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
+    failed: dict[int, tuple[str, list[int]]] = {}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
         for kind, indices in of_kind.items():
 
@@ -66,21 +67,20 @@ def with_variants(
                 compiled(path, compile_s)
                 done()
 
+            sample = samples[indices[0]]
+            if sample.first_alike in failed:  # Nor can the others of its kind, which would take as long to try.
+                failed[sample.first_alike][1].extend(indices)
+                continue
             try:
-                variants, eager_s = _measured(samples[indices[0]], graphs[indices[0]], menus[kind], runs, note)
+                variants, eager_s = _measured(sample, graphs[indices[0]], menus[kind], runs, note)
             except _CannotCompileError as error:
-                _warn(profile, indices, str(error))
+                failed[sample.first_alike] = str(error), indices
                 continue
             for index in indices:
-                if _shape(graphs[index]) == _shape(graphs[indices[0]]):
-                    graphs[index] = replace(graphs[index], variants=variants, eager_s=eager_s)
-                else:
-                    _warn(profile, [index], "it computes different values than a second call of a similar module")
+                graphs[index] = replace(graphs[index], variants=variants, eager_s=eager_s)
+    for reason, indices in failed.values():
+        _warn(profile, indices, reason)
     return replace(profile, graphs=tuple(graphs))
-
-
-def _shape(graph: UnitGraph) -> list[tuple[str, int, int | None]]:
-    return [(value.name, value.nbytes, value.producer) for value in graph.values]
 
 
 def _warn(profile: Profile, graphs: Sequence[int], reason: str) -> None:

@@ -20,7 +20,12 @@ from recollect.simulation.decisions import recompute_all_unit
 def recorded(*, split_backward: bool = False) -> Profile:
     model, x = nn.Sequential(*(Block(16, 0.0) for _ in range(16))), torch.randn(32, 16, requires_grad=True)
     of_step = {"gradients": "accumulated", "holds_output": False, "split_backward": split_backward}
-    return recollect.record(model, x, loss_fn=torch.sum, **of_step)  # type: ignore[arg-type]
+    return known_times(recollect.record(model, x, loss_fn=torch.sum, **of_step))  # type: ignore[arg-type]
+
+
+def known_times(profile: Profile) -> Profile:
+    """On a busy machine a trace may seem to take longer than the tape."""
+    return replace(profile, host=replace(profile.host, traced_unit_s=profile.host.unit_s))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,9 @@ def test_layers_with_second_derivatives_stay_on_the_tape(engine: Any) -> None:
         (slope,) = torch.autograd.grad(derived(x).sum(), x, create_graph=True)
         (slope.square().sum() + plain(x).sum()).backward()
 
-    plan = recollect.fit(model, budget="93%", step=step, engine=engine)
+    profile = known_times(recollect.record(model, step=step, engine=engine))
+    plan = recollect.plan(profile, "93%", engine=engine)
     chosen = {(path.split(".")[0], str(unit.engine)) for path, unit in plan.units.items() if unit.recomputes_anything}
     assert chosen == {("derived", "tape"), ("plain", "graph")}
-    step()
+    with recollect.apply(model, plan):
+        step()

@@ -290,6 +290,21 @@ def test_a_unit_that_gets_hooks_while_its_model_runs_is_not_traced() -> None:
     assert why == "it gets hooks while its model runs"
 
 
+def test_layers_alike_are_traced_each_where_they_run_different_ops() -> None:
+    """As in Swin, where every second layer shifts its windows."""
+    shifts = iter((0, 1))
+
+    def shifting() -> Computes:
+        def run(self: Any, hidden: Tensor) -> Tensor:
+            return torch.tanh(self.linear(hidden.roll(1) if self.shift else hidden))
+
+        return Computes(run, linear=nn.Linear(WIDTH, WIDTH), shift=next(shifts))
+
+    profile = recollect.record(Layers(shifting), torch.randn(8, WIDTH), engine="graph")
+    assert {graph.why_not_traced for graph in profile.graphs} == {""}
+    assert len({graph.joint for graph in profile.graphs if graph.joint}) == 2
+
+
 @pytest.mark.parametrize("make", [lambda: SimpleNamespace(keys=[]), lambda: {"keys": []}], ids=["an object", "a dict"])
 def test_a_unit_that_adds_to_what_others_computed_is_traced(make: Callable[[], Any]) -> None:
     """As a layer with adapters gets the keys of those before it, in a cache; their own input needs no gradient."""

@@ -55,8 +55,8 @@ def test_a_sample_holds_excerpts_of_floats_only() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     samples = UnitSamples(model, torch.device("cpu"), in_excerpts=True)
     samples.take("0", 0, (torch.randn(512, 64), torch.arange(4096)), {})
-    (sample,) = samples.samples
-    assert sample.held_bytes == 512 * 64 * 4 / 16 + 4096 * 8
+    assert samples.held_bytes == 512 * 64 * 4 / 16 + 4096 * 8
+    (sample,) = samples.of_graphs(_PROFILE).values()
     assert has_same_bits(sample.whole().args[1], torch.arange(4096))
     assert sample.whole().args[0].shape == (512, 64)
 
