@@ -338,6 +338,18 @@ MUTATIONS = (
         (("return self._forward.blocks.get(maker, [maker])", "return self._forward.groups.get(storage) or [maker]"),),
     ),
     Mutation(
+        "graph-keeps-what-it-read-before-a-write",
+        "what reads memory before it is written to is kept, whatever the plan says: above the tape's peak",
+        "programs/cut.py",
+        (("(must_keep if error.number in run_between else run_between).add", "must_keep.add"),),
+    ),
+    Mutation(
+        "graph-never-keeps-what-it-read-before-a-write",
+        "a unit stays on the tape if what reads memory before a write cannot run again with the writes",
+        "programs/cut.py",
+        (("must_keep |= run_between", "raise"),),
+    ),
+    Mutation(
         "graph-views-of-what-changes-shape",
         "a tensor that has views changes its shape in place, and their gradients are those of different views",
         "engine/graph/recorder.py",

@@ -1344,9 +1344,19 @@ def _one_result_of_two_written(self: Any, x: Tensor) -> Tensor:
     return x * variance.sin() * centre.cos()
 
 
+def _read_before_it_is_written(self: Any, x: Tensor) -> Tensor:
+    made = self.first(x)
+    grown = made.exp()
+    bent = torch.tanh(made[:] + grown)
+    return x * grown * bent * made.relu_()
+
+
 units(
     {
         "one result of two written": _one_result_of_two_written,
         "layout changed beside a view": _layout_changed_beside_a_view,
+        "read before it is written": _read_before_it_is_written,
+        # It saves a copy of what it writes to.
+        "hardswish in place": lambda self, x: x * F.hardswish(self.first(x), inplace=True),
     }
 )

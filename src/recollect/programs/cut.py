@@ -5,14 +5,15 @@ unit's inputs, arguments first, before its first reader: the order in which the 
 if one of the two is no longer needed.
 
 NOTE [ Memory that is written to ]
-Writes in place run again too, each group of them in the order of forward, on memory made again. What an op makes of memory that
-forward writes to afterwards is kept, whatever the plan says, where this would not give the old content.
+Writes in place run again too, each group of them in the order of forward, on memory made again, and with them what reads that
+memory between two writes. What an op makes of memory that forward writes to afterwards is kept, whatever the plan says, where
+this would not give the old content.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -58,23 +59,31 @@ def cut(joint: JointRecord, is_kept: IsKept) -> Cut:
     Raises:
         UntraceableError: something would have to run again that cannot.
     """
+    run_between: set[int] = set()
     must_keep: set[int] = set()
     while True:
         try:
-            schedule = _scheduled(joint, _Forward(joint, is_kept, must_keep))
+            schedule = _scheduled(joint, _Forward(joint, is_kept, must_keep, run_between))
             break
         except _ReadsOldContentError as error:
             if error.number in must_keep:
                 func = joint.ops[error.number].func
                 raise UntraceableError(f"{func} reads what is written to afterwards, and would run again") from None
-            must_keep.add(error.number)
+            (must_keep if error.number in run_between else run_between).add(error.number)
+        except UntraceableError:
+            if run_between <= must_keep:
+                raise
+            must_keep |= run_between
     saved, backward = tuple(sorted(schedule.saved)), tuple(schedule.ops)
     draws = tuple(number for number in backward if number < joint.num_forward and joint.ops[number].is_random)
     return Cut(_forward(joint, saved), saved, draws, backward, _sums(joint, saved, backward))
 
 
 class _ReadsOldContentError(Exception):
-    """An op that would run again reads memory that is written to after it has run: its results have to be kept."""
+    """An op that would run again reads memory that is written to after it has run.
+
+    It has to run between the writes when they run again, or its results have to be kept.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -162,12 +171,14 @@ class _Forward:
         available: memory that is there in backward: of inputs, of outputs of the unit, and of kept values.
         writes: for each memory that ops write to, the ops.
         groups: for new memory that is written to, the ops that create its contents, in order; with those that read it between
-            the writes and make what is written.
+            the writes and make what is written, or what backward reads.
         blocks: for each op of a group, the ops that run again with it: those of all groups that share ops with its own.
         maker: for each tensor of forward, the op that made it; -1 for an input.
     """
 
-    def __init__(self, joint: JointRecord, is_kept: IsKept, must_keep: Iterable[int]) -> None:
+    def __init__(
+        self, joint: JointRecord, is_kept: IsKept, must_keep: Iterable[int], run_between: Container[int]
+    ) -> None:
         self._joint = joint
         memory = joint.tensors
         inputs = {memory[tensor] for tensor in joint.inputs}
@@ -202,12 +213,13 @@ class _Forward:
                 self.groups[storage] = made_by[storage]
         are_between: set[int] = set()
         for storage, ops in self.groups.items():
-            between = self._between(storage, ops)
+            between, others = self._between(storage, ops)
             for number in between:
-                makes = {memory[result] for result in joint.ops[number].results if result >= 0}
-                if number in are_between or not makes.isdisjoint(self.groups):
+                if number in are_between or self._is_written_to(number):
                     func = joint.ops[number].func
                     raise UntraceableError(f"{func} reads memory between the writes to it, for several writes")
+            others = [one for one in others if one in run_between and one not in are_between]
+            between += [one for one in others if not self._is_written_to(one)]
             self.groups[storage] = sorted({*ops, *between})
             are_between.update(between)
         self.blocks: dict[int, list[int]] = {}
@@ -217,8 +229,13 @@ class _Forward:
             self.blocks.update(dict.fromkeys(block, block))
         self.storages = inputs | kept.keys()
 
-    def _between(self, storage: int, ops: list[int]) -> list[int]:
-        """Return the ops that read some memory between the writes to it, and compute the values written."""
+    def _is_written_to(self, number: int) -> bool:
+        """Whether the results of an op are."""
+        op = self._joint.ops[number]
+        return any(self._joint.tensors[result] in self.groups for result in op.results if result >= 0)
+
+    def _between(self, storage: int, ops: list[int]) -> tuple[list[int], list[int]]:
+        """Return the ops that read some memory between the writes to it: those that compute the values written, and others."""
         memory, all_ops = self._joint.tensors, self._joint.ops
         derived, readers = {storage}, []
         for number in range(ops[0], ops[-1]):
@@ -233,7 +250,7 @@ class _Forward:
             if any(result >= 0 and memory[result] in needed for result in op.results) and not op.writes:
                 needed.update(memory[read] for read in op.reads)
                 found.append(number)
-        return found
+        return found, [number for number in readers if number not in found]
 
     def check(self, number: int) -> None:
         """Check that an op of forward may run again, and then reads what it read in forward."""

@@ -64,6 +64,39 @@ def test_what_is_kept_is_saved_and_what_is_dropped_runs_again_from_the_input() -
     assert (dropped.saved, dropped.backward) == ((X,), (0, 2, 3))
 
 
+def test_what_reads_memory_before_it_is_written_to_runs_again_with_the_writes() -> None:
+    """As activations in place do, which save a copy of what they write to."""
+    written, copy = len(JOINT.tensors), len(JOINT.tensors) + 1
+    ops = (
+        JOINT.ops[0],
+        JointOp("aten.clone", "clone", reads=(EXP,), results=(copy,)),
+        JointOp("aten.relu_", "relu_", reads=(EXP,), results=(written,), writes=(EXP,)),
+        JointOp("aten.sin", "sin", reads=(written,), results=(SIN,)),
+        JointOp("aten.cos", reads=(TANGENT, written), results=(COS,)),
+        JointOp("aten.mul", reads=(COS, copy), results=(OUT,)),
+    )
+    memory = {"storages": (64,) * 7, "tensors": (*JOINT.tensors, EXP, 6)}
+    made = cut(replace(JOINT, **memory, ops=ops, num_forward=4), lambda number, index: False)
+    assert (made.saved, made.backward) == ((X,), (0, 1, 2, 4, 5))
+
+
+def test_what_cannot_run_again_with_the_writes_is_kept() -> None:
+    """The sum reads what is written to afterwards, and what a different op makes of its old content."""
+    read, derived, total, written = range(len(JOINT.tensors), len(JOINT.tensors) + 4)
+    ops = (
+        JOINT.ops[0],
+        JointOp("aten.cos", "cos", reads=(EXP,), results=(read,)),
+        JointOp("aten.neg", "neg", reads=(read,), results=(derived,)),
+        JointOp("aten.add", "add", reads=(EXP, derived), results=(total,)),
+        JointOp("aten.relu_", "relu_", reads=(EXP,), results=(written,), writes=(EXP,)),
+        JointOp("aten.sin", "sin", reads=(written,), results=(SIN,)),
+        JointOp("aten.mul", reads=(TANGENT, total), results=(OUT,)),
+    )
+    memory = {"storages": (64,) * 9, "tensors": (*JOINT.tensors, 6, 7, 8, EXP)}
+    made = cut(replace(JOINT, **memory, ops=ops, num_forward=6), lambda number, index: False)
+    assert (made.saved, made.backward) == ((total,), (6,))
+
+
 def test_bytes_of_both() -> None:
     kept, dropped = (played_unit(GRAPH, frozenset(values), "cpu", is_chained=False) for values in ((), (1,)))
     # Beside the gradient that comes in: cos beside exp, and the gradient beside cos; both are gone at the end.
