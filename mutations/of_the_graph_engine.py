@@ -338,6 +338,12 @@ MUTATIONS = (
         (("return self._forward.blocks.get(maker, [maker])", "return self._forward.groups.get(storage) or [maker]"),),
     ),
     Mutation(
+        "graph-all-or-none",
+        "a plan of which not all layers fit the budget from traces runs on the tape as a whole",
+        "planning/trace_planner.py",
+        (("if len(paths) <= 1:", "if paths:"),),
+    ),
+    Mutation(
         "graph-keeps-what-it-read-before-a-write",
         "what reads memory before it is written to is kept, whatever the plan says: above the tape's peak",
         "programs/cut.py",

@@ -85,21 +85,45 @@ class TracePlanner(Planner):
 
     def _traced(self, found: Plan) -> Plan:
         """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
-        budget = found.budget_bytes or 0
+        budget, first = found.budget_bytes or 0, found
         # Without traces in the profile, the tape's bytes are the prediction, and not its times.
         profile = self.profile if _knows_traces(self.profile) else _without_tape(self.profile)
         for _ in range(_MOST_ROUNDS):
             traced = predicted_plan(profile, traced_where_known(profile, found))
             excess = (traced.predicted_peak_bytes or 0) - budget
             if excess <= 0:
-                # The bound counts the tape's own work.
-                return replace(traced, budget_bytes=budget, bound_slowdown=None, source=weakref.ref(self.profile))
+                return self._finished(traced, budget)
             try:
                 # Of what the plan takes: its budget may be so much larger that less of it makes the same plan.
                 found = self._keeping.plan(max(0, (found.predicted_peak_bytes or 0) - excess))
             except BudgetTooSmallError:
                 break
-        return self._on_tape.plan(budget)
+        on_tape = self._on_tape.plan(budget)
+        plans = [first, on_tape] if first.units != on_tape.units else [on_tape]
+        mixed = [_as_far_as_it_fits(profile, plan, budget) for plan in plans]
+        faster = min(mixed, key=lambda plan: plan.predicted_slowdown or 0.0)
+        return self._finished(faster, budget) if faster.units != on_tape.units else on_tape
+
+    def _finished(self, traced: Plan, budget: int) -> Plan:
+        # The bound counts the tape's own work.
+        return replace(traced, budget_bytes=budget, bound_slowdown=None, source=weakref.ref(self.profile))
+
+
+def _as_far_as_it_fits(profile: Profile, plan: Plan, budget: int) -> Plan:
+    """Make those units of a plan on the tape run from traces that still fit: all, else as many of each half as do."""
+    units = traced_where_known(profile, plan).units
+
+    def with_traces_of(paths: list[str], made: Plan) -> Plan:
+        more = predicted_plan(profile, replace(made, units={**made.units, **{path: units[path] for path in paths}}))
+        if (more.predicted_peak_bytes or 0) <= budget:
+            return more
+        if len(paths) <= 1:
+            return made
+        half = len(paths) // 2
+        return with_traces_of(paths[half:], with_traces_of(paths[:half], made))
+
+    paths = [path for path, unit in units.items() if unit != plan.units[path]]
+    return with_traces_of(paths, predicted_plan(profile, plan))
 
 
 def _without_tape(profile: Profile) -> Profile:

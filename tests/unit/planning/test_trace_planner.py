@@ -42,6 +42,9 @@ def test_a_plan_says_why_layers_stay_on_the_tape(profile: Profile) -> None:
     plan, auto = recollect.plan(profile, least, engine="graph"), recollect.plan(profile, least, engine="auto")
     assert "tape" in engines(plan) & engines(auto)
     assert plan.note.endswith(" of 16 layers run on the tape: no plan found with all from traces fits the budget")
+    # As many run from traces as fit.
+    assert "graph" in engines(plan)
+    assert (plan.predicted_peak_bytes or 0) <= least
     graphs = tuple(replace(graph, why_not_traced="it reads the clock") for graph in profile.graphs)
     plan = recollect.plan(replace(profile, graphs=graphs), least, engine="graph")
     assert plan.note.endswith("16 of 16 layers run on the tape: it reads the clock")
