@@ -11,15 +11,16 @@ import recollect
 from blocks import Block
 from budgets import least_bytes
 from recollect.planning import trace_planner
+from recollect.planning.planners import Engine
 from recollect.planning.trace_planner import traced_where_known
 from recollect.plans.action import EngineChoice
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import recompute_all_unit
 
 
-def recorded(*, split_backward: bool = False) -> Profile:
+def recorded(*, split_backward: bool = False, engine: Engine = "tape") -> Profile:
     model, x = nn.Sequential(*(Block(16, 0.0) for _ in range(16))), torch.randn(32, 16, requires_grad=True)
-    of_step = {"gradients": "accumulated", "holds_output": False, "split_backward": split_backward}
+    of_step = {"gradients": "accumulated", "holds_output": False, "split_backward": split_backward, "engine": engine}
     return known_times(recollect.record(model, x, loss_fn=torch.sum, **of_step))  # type: ignore[arg-type]
 
 
@@ -42,13 +43,23 @@ def test_a_plan_says_why_layers_stay_on_the_tape(profile: Profile) -> None:
     plan, auto = recollect.plan(profile, least, engine="graph"), recollect.plan(profile, least, engine="auto")
     assert "tape" in engines(plan) & engines(auto)
     assert plan.note.endswith(" of 16 layers run on the tape: no plan found with all from traces fits the budget")
-    # As many run from traces as fit.
-    assert "graph" in engines(plan)
-    assert (plan.predicted_peak_bytes or 0) <= least
     graphs = tuple(replace(graph, why_not_traced="it reads the clock") for graph in profile.graphs)
     plan = recollect.plan(replace(profile, graphs=graphs), least, engine="graph")
     assert plan.note.endswith("16 of 16 layers run on the tape: it reads the clock")
     assert "layers" not in auto.note + recollect.plan(profile, "70%", engine="graph").note
+
+
+def test_only_the_layer_whose_trace_does_not_fit_stays_on_the_tape() -> None:
+    profile = recorded(engine="graph")
+    first, *calls = profile.calls
+    joint = profile.graph_of(first).joint
+    assert joint is not None
+    ops = (replace(joint.ops[0], working_bytes=1 << 30), *joint.ops[1:])
+    graph = replace(profile.graph_of(first), joint=replace(joint, ops=ops))
+    calls = [replace(first, graph=len(profile.graphs)), *calls]
+    plan = recollect.plan(replace(profile, graphs=(*profile.graphs, graph), calls=tuple(calls)), "70%", engine="graph")
+    assert {path for path, unit in plan.units.items() if unit.engine is EngineChoice.TAPE} == {first.path}
+    assert (plan.predicted_peak_bytes or 0) <= (plan.budget_bytes or 0)
 
 
 def test_what_reads_a_dropped_output_stays_on_the_tape(profile: Profile) -> None:
