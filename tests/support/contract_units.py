@@ -1300,9 +1300,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
     "it returns a view of an input": ("view of the input out", "position bias", "spectral norm"),
-    "it returns the same memory twice: as one tensor, or with and without a gradient": (
-        *("attribute of an earlier call", "value and its alias out"),
-    ),
+    "it returns the same memory twice, with and without a gradient": ("attribute of an earlier call",),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
         *("function that writes unseen", "function without one gradient", "function that asks for a layout"),

@@ -97,10 +97,12 @@ class TracedUnit:
         else:
             made = _Node.apply(call, *[inputs[index] for index in self._given_inputs])  # type: ignore[no-untyped-call]
         passed_on = trace.passed_on
-        if not passed_on:
+        if not passed_on and len(made) == len(trace.places):
             return made
         found = iter(made)
-        return [inputs[passed_on[one]] if one in passed_on else next(found) for one in trace.outputs]
+        outputs = [inputs[passed_on[one]] if one in passed_on else next(found) for one in trace.outputs]
+        found = ((outputs[index], is_same) for index, is_same in trace.places)
+        return [output if is_same else output.view_as(output) for output, is_same in found]
 
     def _lets_go(self, inputs: Sequence[Any], before: _Call | None) -> bool:
         """Whether gradients of parameters are freed as soon as they are computed, judging by the previous call."""

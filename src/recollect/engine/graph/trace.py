@@ -86,6 +86,7 @@ class Trace:
         devices: types of those of its inputs.
         inputs: the tensors that it reads, in the order of the graph's arguments; of DTensors, what this process holds.
         spread_inputs: positions of the DTensors among them.
+        places: for each tensor that it returns, which of `outputs` that is, and whether it is that or a view of all of it.
         output_specs: how outputs are spread, where they are DTensors.
         outputs: what it returns; an input stands for itself.
         passed_on: inputs that it returns as they are, and their positions.
@@ -125,9 +126,15 @@ class Trace:
                     outputs = NamedRun(graph, self._recorder, paths).run_or_leave(*given)
                 except DATA_DEPENDENT as error:
                     raise UntraceableError(f"what {error.func} gives back depends on data") from error
-        self._outputs: list[torch.Tensor] = list(outputs)
+        # Values in a cache, say, may be returned beside it, too.
+        once: dict[Any, torch.Tensor] = {}
+        kinds = [(self._recorder.known(local_part(one)), spec_of(one), one.requires_grad) for one in outputs]
+        for kind, output in zip(kinds, outputs, strict=True):
+            once.setdefault(kind, output)
+        self.places = [(list(once).index(kind), one is once[kind]) for kind, one in zip(kinds, outputs, strict=True)]
+        self._outputs = list(once.values())
         self.ops = self._recorder.ops
-        self.outputs = [self._recorder.known(local_part(output)) for output in self._outputs]
+        self.outputs = [kind[0] for kind in once]
         self.output_specs = [spec_of(output) for output in self._outputs]
         # Outputs that are inputs, and no views of them.
         self.passed_on = {
@@ -157,7 +164,7 @@ class Trace:
         # Others are views of each other, as in eager mode: autograd refuses writes of which a gradient would not know.
         num_kinds = len({(one.storage, needs_grad) for one, needs_grad in made})
         if len({one for one, _ in made}) < len(made) or len({one.storage for one, _ in made}) < num_kinds:
-            raise UntraceableError("it returns the same memory twice: as one tensor, or with and without a gradient")
+            raise UntraceableError("it returns the same memory twice, with and without a gradient")
         for op in self.ops:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
                 if needs_grad and tensor.storage in op.written:
