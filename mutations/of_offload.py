@@ -16,6 +16,12 @@ MUTATIONS = (
         (("            self.recorder.keep([tensor])  # The tape", "            pass  # The tape"),),
     ),
     Mutation(
+        "copies-have-time-of-all-micro-steps",
+        "copies have the time of all equal micro-steps, of which one is stored",
+        "simulation/copy_clock.py",
+        (("step_s / playback.of_all_s", "step_s / playback.clock_s"),),
+    ),
+    Mutation(
         "copy-begins-at-once",
         "copies begin before the value, or the room for it, is there: rules 1 and 3",
         _OFFLOAD,

@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "micro-steps-play-once-on-two-clocks",
+        "equal micro-steps, of which one is stored, take the time of one on two clocks",
+        "simulation/clocks.py",
+        (("(self.num_runs - 1) * (after_s", "0 * (after_s"),),
+    ),
+    Mutation(
         "noise-copied-before-it-is-drawn",
         "in a recorded step, a gradient reads the memory that a random op had yet to fill when autograd saved it",
         "recording/recording_tape.py",
@@ -494,13 +500,13 @@ MUTATIONS = (
         "hosts-time-for-nothing",
         "issuing ops takes the host no time",
         "simulation",
-        (("self.host_s += num_runs * issue_s", "self.host_s += 0.0"),),
+        (("self.host_s += issue_s", "self.host_s += 0.0"),),
     ),
     Mutation(
         "device-before-its-host",
         "the device runs an op before the host has issued it",
         "simulation",
-        (("self.device_s = max(self.device_s, self.host_s) + num_runs", "self.device_s = self.device_s + num_runs"),),
+        (("self.device_s = max(self.device_s, self.host_s) + kernel_s", "self.device_s = self.device_s + kernel_s"),),
     ),
     Mutation(
         "item-does-not-wait",

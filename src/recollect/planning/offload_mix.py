@@ -164,7 +164,9 @@ class OffloadUnits:
 
 
 def measured_units(profile: Profile, course: Course, least_bytes: int) -> OffloadUnits | None:
-    """Return the units of a step; None if units run several times."""
+    """Return the units of a step; None if there are none, or units run several times."""
+    if not profile.calls:
+        return None
     chain = ChainSolver(profile).measured()
     table = chain.costs.table
     if len(table.rows) != len(profile.calls):

@@ -45,6 +45,7 @@ def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
     """
     playback = _TwoClocks(EveryEvent(profile), decisions)
     run(playback)
+    playback.repeat()
     return StepTimes(playback.host_s, playback.busy_s, max(playback.host_s, playback.device_s))
 
 
@@ -55,6 +56,7 @@ class _TwoClocks(ClockedPlayback):
         self._traced = {call for call, one in enumerate(decisions) if one.engine is EngineChoice.GRAPH}
         self._times = program.profile.host or HostTimes()
         self.host_s = self.device_s = self.busy_s = 0.0
+        self._before_s = 0.0, 0.0, 0.0
 
     def actions(self) -> dict[int, Callable[..., None]]:
         return {**super().actions(), WAIT: self._wait}
@@ -73,19 +75,32 @@ class _TwoClocks(ClockedPlayback):
         self._issue(issue_s, 1e-9 * time_ns)
 
     def _issue(self, issue_s: float, kernel_s: float) -> None:
-        num_runs = self.profile.calls[self.call].num_runs if self.call >= 0 else 1
-        self.host_s += num_runs * issue_s
-        self.device_s = max(self.device_s, self.host_s) + num_runs * kernel_s
-        self.busy_s += num_runs * kernel_s
+        self.host_s += issue_s
+        self.device_s = max(self.device_s, self.host_s) + kernel_s
+        self.busy_s += kernel_s
+
+    def _begin_phase(self, phase: int) -> None:
+        if phase != BACKWARD:
+            self.repeat()
+        super()._begin_phase(phase)
+
+    def repeat(self) -> None:
+        """Let what ran since the last time run as often as it stands for; each run lasts as long as the one played."""
+        now_s = self.host_s, self.device_s, self.busy_s
+        self.host_s, self.device_s, self.busy_s = (
+            after_s + (self.num_runs - 1) * (after_s - before_s)
+            for before_s, after_s in zip(self._before_s, now_s, strict=True)
+        )
+        self._before_s = self.host_s, self.device_s, self.busy_s
 
     def _return(self, call: int) -> None:
         super()._return(call)
         if self.phase != FORWARD:
             return
         if call in self._traced:
-            self.host_s += self.profile.calls[call].num_runs * self._times.traced_unit_s
+            self.host_s += self._times.traced_unit_s
         elif call in self.on_tape:
-            self.host_s += self.program.tape_s(call, self.decisions[call].watched)
+            self.host_s += self.profile.graph_of(self.profile.calls[call]).watched_s(self.decisions[call].watched)
 
 
 def priced(profile: Profile, host_price: float) -> Profile:

@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """When things happen in a step, if nothing waits."""
+    """When things happen in a step, if nothing waits; runs of equal micro-steps count once, as they are stored."""
 
     edges: Sequence[Edge]
     """Of units, in order."""
@@ -56,11 +56,12 @@ class Course:
 
 
 class Journey(NamedTuple):
-    """An offloaded value's path: the edges where it leaves and comes back, and its bytes."""
+    """An offloaded value's path: the edges where it leaves and comes back, its bytes, and how many equal ones the step has."""
 
     leaves: int
     returns: int
     nbytes: int
+    num_runs: int = 1
 
 
 def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
@@ -71,7 +72,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     profile = program.profile
     playback = ClockedPlayback(program, decisions)
     step_s = profile.step_s + run(playback).recompute_s
-    scale = step_s / playback.clock_s if playback.clock_s > 0 else 1.0
+    scale = step_s / playback.of_all_s if playback.of_all_s > 0 else 1.0
     return Course(
         program.edges,
         [scale * time_s for time_s in playback.edge_s],
@@ -81,7 +82,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     )
 
 
-_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
+_MADE, _LEAVES, _RETURNS, _ASKED = range(4)
 
 
 def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
@@ -101,18 +102,18 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
         happenings.append((asked_s, _ASKED, 0.0, key))
     for time_s, kind, _, key in sorted(happenings):
         now_s = time_s + later_s
-        nbytes = journeys[key].nbytes
+        *_, nbytes, num_runs = journeys[key]
         wait_s = 0.0
         if kind == _MADE:
             out_free_s = out_ends[key] = max(out_free_s, now_s) + link.out_s(nbytes)
         elif kind == _LEAVES:
             wait_s = max(0.0, out_ends[key] - now_s)
-            out_s += wait_s
+            out_s += num_runs * wait_s
         elif kind == _RETURNS:
             back_free_s = back_ends[key] = max(back_free_s, now_s) + link.back_s(nbytes)
         else:
             wait_s = max(0.0, back_ends.get(key, now_s) - now_s)
-            back_s += wait_s
+            back_s += num_runs * wait_s
         later_s += wait_s
     return out_s + back_s
 
@@ -135,7 +136,7 @@ def journey(profile: Profile, course: Course, table: EdgeTable, key: Key, trip: 
     leaves, returns = table.leaves(key[0], trip), table.returns(key[0], trip)
     if leaves is None or returns is None or key not in course.asked or not leaves < returns <= course.asked[key][0]:
         return None
-    return Journey(leaves, returns, nbytes_of(profile, key))
+    return Journey(leaves, returns, nbytes_of(profile, key), profile.calls[key[0]].num_runs)
 
 
 def nbytes_of(profile: Profile, key: Key) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, Key
+from recollect.profile.events import BACKWARD, FORWARD, OP, OPTIMIZER, PHASE, WORK, Key
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
@@ -128,6 +128,8 @@ class ClockedPlayback(Playback):
 
     Attributes:
         clock_s: seconds so far.
+        num_runs: the number of equal runs of the real step that what is played stands for; see `profile.repeated_steps`.
+        of_all_s: seconds so far, of all of these.
         edge_s: time of each edge.
         made_s: when the copy out of each offloaded value begins.
         asked_s: for each value that is asked for in backward: the number of the edge before that happens first, and the time.
@@ -135,7 +137,9 @@ class ClockedPlayback(Playback):
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-        self.clock_s = 0.0
+        self.clock_s = self.of_all_s = 0.0
+        self._nums_runs = _nums_runs(program.profile)
+        self.num_runs = next(self._nums_runs)
         self.edge_s: list[float] = []
         self.made_s: dict[Key, float] = {}
         self.asked_s: dict[Key, tuple[int, float]] = {}
@@ -151,11 +155,17 @@ class ClockedPlayback(Playback):
 
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
         self._bulk(nbytes, 0)
-        self.clock_s += time_s
+        self.spends(time_s)
 
     def spends(self, time_s: float) -> None:
         self.settle()
         self.clock_s += time_s
+        self.of_all_s += self.num_runs * time_s
+
+    def _begin_phase(self, phase: int) -> None:
+        super()._begin_phase(phase)
+        if phase != BACKWARD:
+            self.num_runs = next(self._nums_runs)
 
     def _edge(self, phase: int, call: int) -> None:
         self.edge_s.append(self.clock_s)
@@ -169,6 +179,18 @@ class ClockedPlayback(Playback):
         super().asked(key, is_back=is_back)
         if self.phase == BACKWARD:
             self.asked_s.setdefault(key, (len(self.edge_s) - 1, self.clock_s))
+
+
+def _nums_runs(profile: Profile) -> Iterator[int]:
+    """Yield for each forward with its backward, and for each optimizer step, how many equal ones it stands for."""
+    num_runs = 1
+    for code, number, *_ in profile.log.events:
+        if code == OP:
+            num_runs = profile.calls[number].num_runs
+        elif code == PHASE and number != BACKWARD:
+            yield num_runs
+            num_runs = 1
+    yield num_runs
 
 
 class _TimedPlayback(ClockedPlayback):

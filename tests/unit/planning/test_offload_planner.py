@@ -16,6 +16,7 @@ from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import ALLOC, BACKWARD, FREE, PHASE, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, waits
 from recollect.simulation.decisions import decide
@@ -155,3 +156,11 @@ def test_what_a_step_waits_for() -> None:
     assert waits(course, journeys, Link(10.0, 10.0)) == pytest.approx(1.5 + 2.0)
     assert waits(course, journeys, Link(10.0, 1e9)) == pytest.approx(1.5)
     assert waits(course, journeys, Link(1e9, 1e9)) == pytest.approx(0.0, abs=1e-6)
+    # Made at the edge where it leaves: where the ops in between take no time.
+    assert waits(course, {(1, 1): Journey(1, 3, 20)}, Link(10.0, 1e9)) == pytest.approx(2.0)
+
+
+def test_a_step_without_units_has_nothing_to_offload() -> None:
+    log = StepLog(((ALLOC, 0, 100), (PHASE, BACKWARD), (FREE, 0)))
+    with pytest.raises(BudgetTooSmallError, match="No amount of host memory would do"):
+        OffloadPlanner(linked(Profile((), (), log, step_s=1.0), 1e5), MANY_BYTES).plan(10)

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from blocks import Stack
+from offload_plans import random_offload_plan
 from recollect.planning.choose import Planner
+from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
+from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
+from recollect.simulation.clocks import step_times
+from recollect.simulation.copy_clock import Link, waits_of
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
 from recorded_steps import measured_bytes, random_plan, recorded
+from two_clocks import on_host
 
 NUM_MICRO_STEPS = 7
 
@@ -112,6 +118,20 @@ def test_every_plan_costs_the_same(whole: Whole) -> None:
         assert other.recomputed_ops == one.recomputed_ops
         if seed < 4:
             assert one.peak_bytes - 4096 <= measure(plan) <= one.peak_bytes
+
+
+def test_clocks_count_micro_steps_that_are_not_stored(whole: Whole) -> None:
+    """The host's and the device's, and that of copies to host memory, for which every micro-step waits."""
+    profile, _, _ = whole
+    host = HostTimes(forward_op_s=1e-5, backward_op_s=2e-5, unit_s=3e-5, again_op_s=1e-5)
+    link = Link(1e7, 1e7)
+    for seed in range(4):
+        one = on_host(profile, host)
+        one, other = ((p, decide(p, random_plan(profile, seed))) for p in (one, fold(one)))
+        assert step_times(*other) == pytest.approx(step_times(*one))
+        plan = scheduled(profile, random_offload_plan(profile, seed), link)
+        waited_s, expected_s = (waits_of(p, decide(p, plan), link) for p in (fold(profile), profile))
+        assert expected_s > 0 and waited_s == pytest.approx(expected_s)
 
 
 def test_planning_agrees_with_the_whole_step() -> None:

@@ -11,12 +11,14 @@ from torch import nn
 import recollect
 from blocks import Computes
 from every_plan import choices
+from recollect.plans.plan import Plan
 from recollect.profile.events import WAIT, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.clocks import has_two_clocks, priced, step_times
 from recollect.simulation.decisions import CallActions, ValueActions
+from recollect.simulation.predicted import predicted_plan
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 from toy_profile import stack
@@ -88,6 +90,16 @@ def test_the_host_waits_for_a_number_that_a_unit_reads() -> None:
     note = recollect.plan(waiting, "95%").note
     assert note.endswith("the host waits for the device in 0-2, whose code reads numbers (.item())")
     assert "waits" not in recollect.plan(without, "95%").note
+
+
+def test_slowdowns_do_not_depend_on_the_recorded_seconds() -> None:
+    """As of a group of processes, whose medians need not add up."""
+    profile = on_host(stack(3), SLOW)
+    longer = replace(profile, step_s=2 * profile.step_s)
+    assert predicted_plan(longer, Plan({})).predicted_slowdown == 0
+    once, twice = (recollect.plan(p, "80%") for p in (profile, longer))
+    assert twice.units == once.units
+    assert twice.predicted_slowdown == pytest.approx((once.predicted_slowdown or 0) / 2)
 
 
 def test_calls_that_stand_for_several_count_as_often() -> None:
