@@ -166,9 +166,9 @@ def _loss(
 def _cast(recipe: _Recipe, name: str, args: Any, kwargs: Any) -> _Recipe | None:
     with disable_torch_function():
         facts = getattr(torch.empty(0, dtype=recipe.dtype, device=recipe.hidden.device), name)(*args, **kwargs)
-    dtype: torch.dtype = facts.dtype
-    if facts.device != recipe.hidden.device:
+    if not isinstance(facts, Tensor) or facts.device != recipe.hidden.device:
         return None
+    dtype: torch.dtype = facts.dtype
     if dtype is recipe.dtype:
         return recipe
     if dtype is torch.float64:
@@ -227,7 +227,8 @@ def _cut(recipe: _Recipe, index: Any) -> _Recipe | None:
     items = index if isinstance(index, tuple) else (index,)
     if not all(item is Ellipsis or isinstance(item, slice) for item in items):
         return None
-    reaches_last = Ellipsis in items or len(items) == len(recipe.shape)
-    if reaches_last and items[-1] is not Ellipsis and items[-1] != slice(None):
+    slices = [item for item in items if item is not Ellipsis]
+    reaches_last = len(slices) == len(recipe.shape) or (Ellipsis in items and items[-1] is not Ellipsis)
+    if reaches_last and slices[-1] != slice(None):
         return None
     return replace(recipe, hidden=recipe.hidden[index])

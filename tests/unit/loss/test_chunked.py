@@ -313,6 +313,7 @@ ALLOWED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x[..., :-1, :].contiguous().view(-1, x.shape[-1]), y[..., 1:].reshape(-1)
     ),
     "cut sequences": lambda x, y: F.cross_entropy(x[1:3].flatten(end_dim=-2), y[1:3].flatten()),
+    "cut before dots": lambda x, y: F.cross_entropy(x[1:3, ...].flatten(end_dim=-2), y[1:3].flatten()),
     "a module as loss": lambda x, y: torch.nn.CrossEntropyLoss(label_smoothing=0.1)(
         x.to(x.device).view(-1, WORDS), y.view(-1)
     ),
@@ -366,6 +367,8 @@ def test_products_are_in_the_dtype_of_autocast_at_the_head(at_head: bool) -> Non
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "a part of the vocabulary": (lambda x, y: x[..., :-1], "__getitem__"),
+    "most of the vocabulary": (lambda x, y: x[:, :, : WORDS - 1, ...], "__getitem__"),
+    "the name of its type": (lambda x, y: x.type(), "type"),
     "a mask": (lambda x, y: x[y >= 0], "__getitem__"),
     "log-softmax": (lambda x, y: x.log_softmax(-1), "log_softmax"),
     "a z-loss": (lambda x, y: x.logsumexp(-1), "logsumexp"),
