@@ -144,3 +144,18 @@ def test_bytes_written_in_place_have_the_name_of_what_was_saved() -> None:
     first, *_, last = layer_usage(profile, recollect.Plan({}))
     assert first.kept == (("relu_", 8 * 16 * 4), ("mul_", 8 * 16 * 4))
     assert last.kept == first.kept
+
+
+def test_traced_layers_run_the_same_ops_again() -> None:
+    layers = (
+        Computes(lambda self, x: x + self.down(self.up(x).relu()), up=nn.Linear(8, 32), down=nn.Linear(32, 8))
+        for _ in range(3)
+    )
+    model = nn.Sequential(*layers)
+    profile = recollect.record(model, torch.randn(16, 8), loss_fn=torch.sum, engine="graph")
+    plan = recollect.classic_plan(profile, "full")
+    on_tape, traced = (layer_usage(profile, one) for one in (plan, plan.with_engine("graph")))
+    assert [sorted(layer.recomputed) for layer in traced] == [sorted(layer.recomputed) for layer in on_tape]
+    assert all(layer.recomputed for layer in traced)
+    simulation = simulate(profile, decide(profile, plan.with_engine("graph")))
+    assert sum(layer.recompute_s for layer in traced) == pytest.approx(simulation.recompute_s)

@@ -28,6 +28,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.profile import Profile, kind_text
 from recollect.quantities import parse_budget
+from recollect.simulation.clocks import has_two_clocks
 from recollect.simulation.decisions import CallActions, decide, plain_call
 from recollect.simulation.peak_sums import PeakSums, checked
 from recollect.simulation.predicted import simulated_plan
@@ -196,7 +197,8 @@ class Planner:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
         if note := _ESTIMATED if made.is_compiled and self.profile.fake else self.profile.times_text:
             made = replace(made, note=note)
-        if self._is_compiled or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+        is_in_steps = self.profile.step_s > 0 and not has_two_clocks(self.profile)
+        if self._is_compiled or not math.isfinite(bound_s) or not is_in_steps:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

@@ -17,11 +17,14 @@ from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.planners import planner_for
 from recollect.planning.trips import link_of
+from recollect.plans.action import EngineChoice
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
+from recollect.programs.unit import again
+from recollect.programs.unit import again_s as traced_s
 from recollect.simulation.copy_clock import waits_of
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
@@ -104,12 +107,16 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
         reruns.setdefault(index, []).append(op)
     accounts = []
     for index, call in enumerate(profile.calls):
-        graph, again = profile.graph_of(call), reruns.get(index, [])
-        tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
-        if (variant := decisions[index].variant) >= 0:
-            tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
+        graph, decision = profile.graph_of(call), decisions[index]
+        ops: Sequence[OpRecord] = reruns.get(index, ())
         # One after the other: `sum` rounds differently in newer Pythons.
-        again_s = reduce(add, map(graph.again_s, again), 0.0)
+        again_s = reduce(add, map(graph.again_s, ops), 0.0)
+        around_s = graph.watched_s(decision.watched) if index in on_tape else 0.0
+        if decision.engine is EngineChoice.GRAPH:
+            ops, again_s = again(graph, decision.values.recomputed), traced_s(graph, decision.values.recomputed)
+            around_s = profile.host.traced_unit_s if profile.host else 0.0
+        elif decision.variant >= 0:
+            around_s = max(0.0, graph.variants[decision.variant].step_s - graph.variants[0].step_s)
         names = _names(graph)
         accounts.append(
             LayerUsage(
@@ -120,8 +127,8 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
                     if (value >= 0 or value == COMPILED) and nbytes
                 ),
                 generator_bytes=kept[index][GENERATOR],
-                recomputed=tuple(op.name for op in again),
-                recompute_s=again_s + tape_s,
+                recomputed=tuple(op.name for op in ops),
+                recompute_s=again_s + around_s,
                 num_runs=call.num_runs,
             )
         )

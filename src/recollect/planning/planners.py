@@ -30,6 +30,7 @@ from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.quantities import parse_budget, parse_bytes
+from recollect.simulation.clocks import has_two_clocks
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
@@ -178,7 +179,7 @@ class OffloadPlanner(Planner):
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
-        if self.profile.step_s <= 0 or not self.profile.calls:
+        if self.profile.step_s <= 0 or not self.profile.calls or has_two_clocks(self.profile):
             return None
         return self._host_bound.added_s(budget_bytes) / self.profile.step_s
 
@@ -199,9 +200,7 @@ class OffloadPlanner(Planner):
         except BudgetTooSmallError as error:
             too_small, least_bytes = error, error.least_peak_bytes
         found = self._searched(budget_bytes, least_bytes)
-        if found is None or (
-            without is not None and (without.predicted_slowdown or 0.0) * self.profile.step_s <= found.added_s
-        ):
+        if found is None or (without is not None and self._cost(without).recompute_s <= found.added_s):
             if without is None:
                 others = [sentence for sentence in too_small.advice if sentence != HOST_ADVICE]
                 own = [] if self._host_bytes == _ANY_BYTES else [self._advice(budget_bytes)]
@@ -262,7 +261,7 @@ class OffloadPlanner(Planner):
         """Return a plan that offloads the fewest of its kept values that bring it within the budget; None if it cannot fit."""
         planner = self._trip_planner(base)
         # The first values that fit in host memory.
-        sums_bytes = accumulate(map(planner.nbytes, planner.names))
+        sums_bytes = accumulate(map(planner.host_bytes, planner.names))
         names = [name for name, nbytes in zip(planner.names, sums_bytes, strict=True) if nbytes <= self._host_bytes]
         for haste in hastes:
             found = self._with_fewest(planner, names, budget_bytes, haste)
@@ -312,7 +311,7 @@ class OffloadPlanner(Planner):
 
         def with_first(number: int) -> _Found:
             plan, wait_s = planner.scheduled(names[:number], haste=haste)
-            return _Found(plan, self._sums.peaks(decide(self.profile, plan)), wait_s)
+            return _Found(plan, self._cost(plan), wait_s)
 
         best = with_first(len(names))
         if best.cost.peak_bytes > budget_bytes:
@@ -327,16 +326,18 @@ class OffloadPlanner(Planner):
                 fewest = middle + 1
         return best
 
+    def _cost(self, plan: Plan) -> Peaks:
+        return self._sums.peaks(decide(self.profile, plan))
+
     def _finished(self, found: _Found, budget_bytes: int) -> Plan:
         simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
         made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
-        bound_s = self._host_bound.added_s(budget_bytes)
-        check_bound(bound_s, found.added_s, budget_bytes)
+        check_bound(self._host_bound.added_s(budget_bytes), found.added_s, budget_bytes)
         return replace(
             made,
             budget_bytes=budget_bytes,
             predicted_slowdown=found.added_s / self.profile.step_s,
-            bound_slowdown=bound_s / self.profile.step_s,
+            bound_slowdown=self.bound_slowdown(budget_bytes),
             host_budget_bytes=self._host_bytes,
             to_host_bytes_per_s=self._link.to_host_bytes_per_s,
             from_host_bytes_per_s=self._link.from_host_bytes_per_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache, partial
 
-from recollect.profile.graph import UnitGraph
+from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import block_bytes
 from recollect.profile.variant import VariantRecord
 from recollect.programs.cut import Cut, UntraceableError, cut
@@ -36,13 +36,20 @@ def cut_unit(graph: UnitGraph, recomputed: frozenset[int]) -> Cut | None:
 
 
 @cache
-def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
-    """Return the seconds of the ops that a traced unit runs again."""
+def again(graph: UnitGraph, recomputed: frozenset[int]) -> tuple[OpRecord, ...]:
+    """Return the ops that a traced unit runs again, in order."""
     joint, made = graph.joint, cut_unit(graph, recomputed)
     if joint is None or made is None:
-        return 0.0
-    seconds = {op.name: op.time_s for op in graph.ops}
-    return math.fsum(seconds.get(joint.ops[number].name, 0.0) for number in made.backward if number < joint.num_forward)
+        return ()
+    ops = {op.name: op for op in graph.ops}
+    names = (joint.ops[number].name for number in made.backward if number < joint.num_forward)
+    return tuple(ops[name] for name in names if name in ops)
+
+
+@cache
+def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
+    """Return the seconds of the ops that a traced unit runs again."""
+    return math.fsum(op.time_s for op in again(graph, recomputed))
 
 
 @cache

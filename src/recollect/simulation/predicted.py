@@ -28,12 +28,12 @@ def predicted_plan(profile: Profile, plan: Plan) -> Plan:
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    added_s = simulation.recompute_s
+    step_s, added_s = profile.step_s, simulation.recompute_s
     if has_two_clocks(profile):
         # Not the recorded seconds: those of a group are medians, each of its own.
-        plain = [CallActions()] * len(profile.calls)
-        added_s = max(0.0, step_times(profile, decide(profile, plan)).step_s - step_times(profile, plain).step_s)
-    slowdown = added_s / profile.step_s if profile.step_s > 0 else 0.0
+        step_s = step_times(profile, [CallActions()] * len(profile.calls)).step_s
+        added_s = max(0.0, step_times(profile, decide(profile, plan)).step_s - step_s)
+    slowdown = added_s / step_s if step_s > 0 else 0.0
     return replace(
         plan,
         predicted_peak_bytes=simulation.peak_bytes,

@@ -17,12 +17,14 @@ from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, FREE, PHASE, StepLog
+from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, waits
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import edges
 from toy_profile import layer, stack
+from two_clocks import on_host
 
 MANY_BYTES = 10**12
 
@@ -78,6 +80,14 @@ def test_host_memory_is_not_exceeded(llama: Profile, halved: Plan) -> None:
     assert slowdowns == sorted(slowdowns, key=lambda slowdown: slowdown or 0.0)
 
 
+def test_slots_in_host_memory_are_within_its_budget() -> None:
+    """A value of 100 bytes has a slot of 128."""
+    profile = linked(stack(6), 1e5)
+    for host_bytes in (150, 550):
+        plan = OffloadPlanner(profile, host_bytes).plan("80%")
+        assert (plan.predicted_host_bytes or 0) <= host_bytes
+
+
 def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile, halved: Plan) -> None:
     """The peak is the same on any link: the bytes of the plan do not depend on it."""
     plans = [halved, OffloadPlanner(llama, MANY_BYTES, link_share=0.375).plan(halved.budget_bytes or 0)]
@@ -110,6 +120,14 @@ def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> N
     with pytest.raises(BudgetTooSmallError, match="No amount of host memory would do") as none_fits:
         OffloadPlanner(profile, MANY_BYTES).plan(1)
     assert "Or let part" not in str(none_fits.value)
+
+
+def test_no_bound_is_known_where_a_device_runs_behind_its_host() -> None:
+    """Only one of the two clocks is bounded."""
+    profile = linked(on_host(stack(2), HostTimes(forward_op_s=0.01, unit_s=0.3, again_op_s=0.1)), 1.0)
+    plan = OffloadPlanner(profile, MANY_BYTES).plan("90%")
+    assert plan.predicted_slowdown and plan.bound_slowdown is None
+    assert recollect.frontier(profile, MANY_BYTES).bound == ()
 
 
 @pytest.mark.long

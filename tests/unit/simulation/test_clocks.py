@@ -97,9 +97,7 @@ def test_slowdowns_do_not_depend_on_the_recorded_seconds() -> None:
     profile = on_host(stack(3), SLOW)
     longer = replace(profile, step_s=2 * profile.step_s)
     assert predicted_plan(longer, Plan({})).predicted_slowdown == 0
-    once, twice = (recollect.plan(p, "80%") for p in (profile, longer))
-    assert twice.units == once.units
-    assert twice.predicted_slowdown == pytest.approx((once.predicted_slowdown or 0) / 2)
+    assert repr(recollect.frontier(longer)) == repr(recollect.frontier(profile))
 
 
 def test_calls_that_stand_for_several_count_as_often() -> None:

@@ -78,6 +78,12 @@ def test_the_time_of_a_layer_includes_what_watching_it_takes() -> None:
     usage = {layer.path: layer.recompute_s for layer in layer_usage(profile, plan)}
     assert usage == {"embed": 0.0, "layers.0": 0.02 + 0.5, "layers.1": 0.0, "head": 0.0}
     assert sum(usage.values()) == played(profile, plan).recompute_s
+    away = Plan(
+        {call.path: UnitPlan({}) for call in profile.calls} | {"layers.0": UnitPlan({"mlp.act.silu": "offload"})}
+    )
+    watched = tuple(replace(graph, module_tape_s=(("mlp.act", 0.25),)) for graph in profile.graphs)
+    profile = replace(profile, graphs=watched)
+    assert sum(layer.recompute_s for layer in layer_usage(profile, away)) == played(profile, away).recompute_s == 2.25
 
 
 def test_backward_goes_through_the_calls_from_the_last_to_the_first() -> None:
