@@ -16,6 +16,12 @@ MUTATIONS = (
         (("            self.recorder.keep([tensor])  # The tape", "            pass  # The tape"),),
     ),
     Mutation(
+        "slots-in-blocks-of-the-device",
+        "values take as much host memory as they take of the device, in whole blocks",
+        "simulation/playback.py",
+        (("values[value].nbytes, token, again", "token.nbytes, token, again"),),
+    ),
+    Mutation(
         "copies-have-time-of-all-micro-steps",
         "copies have the time of all equal micro-steps, of which one is stored",
         "simulation/copy_clock.py",

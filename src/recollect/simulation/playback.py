@@ -217,12 +217,13 @@ class Playback(HostRoom):
 
     def _send_away(self, call: int, op: OpRecord) -> None:
         """Begin to copy results of an op to host memory."""
-        trips = self.trips[call]
+        trips, values = self.trips[call], self.profile.graph_of(self.profile.calls[call]).values
         for value in op.outputs:
             token = self.tensors.get((call, value))
             if value in trips and isinstance(token, Token):
                 again = partial(self.make, (call, value), token.nbytes)
-                copy = SimulatedCopy(self, (call, value), token.nbytes, token, again)
+                # Whole blocks are the device's.
+                copy = SimulatedCopy(self, (call, value), values[value].nbytes, token, again)
                 self.copies[call, value] = weakref.ref(copy)
                 self.sent((call, value))
                 self._timetable.add(copy, call, trips[value])

@@ -81,11 +81,13 @@ def test_host_memory_is_not_exceeded(llama: Profile, halved: Plan) -> None:
 
 
 def test_slots_in_host_memory_are_within_its_budget() -> None:
-    """A value of 100 bytes has a slot of 128."""
+    """A value of 100 bytes has a slot of 128, also where it takes 512 on its device."""
     profile = linked(stack(6), 1e5)
-    for host_bytes in (150, 550):
-        plan = OffloadPlanner(profile, host_bytes).plan("80%")
-        assert (plan.predicted_host_bytes or 0) <= host_bytes
+    for host_bytes in (150, 1000):
+        for device in ("cpu", "cuda"):
+            plan = OffloadPlanner(replace(profile, device=device), host_bytes).plan("60%")
+            assert (plan.predicted_host_bytes or 0) <= host_bytes
+            assert plan.offloads or host_bytes < 1000
 
 
 def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile, halved: Plan) -> None:
