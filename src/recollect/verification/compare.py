@@ -237,10 +237,12 @@ def _run(
     trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     trained |= {f"input {index}": tensor for index, tensor in enumerate(tensors)}
     differentiable = [t for t in outputs if t.requires_grad]
-    gradients = torch.autograd.grad(
-        differentiable, list(trained.values()), [torch.ones_like(t) for t in differentiable], allow_unused=True
-    )
-    result = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
+    result: dict[str, torch.Tensor] = {}
+    # A frozen embedding has neither.
+    if differentiable and trained:
+        ones = [torch.ones_like(t) for t in differentiable]
+        gradients = torch.autograd.grad(differentiable, list(trained.values()), ones, allow_unused=True)
+        result = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
     return result | {f"output {index}": t.detach() for index, t in enumerate(outputs)}
 
 

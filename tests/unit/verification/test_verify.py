@@ -128,6 +128,15 @@ def test_units_that_write_to_what_they_get_are_compared() -> None:
     assert report.equal and report.num_compared == 2 * len(["weight", "bias", "input", "output"])
 
 
+def test_units_without_gradients_are_compared_by_their_outputs() -> None:
+    """As the frozen embedding of a model with adapters, whose output is dropped."""
+    embed = nn.Embedding(10, 16).requires_grad_(False)
+    model, tokens = nn.Sequential(embed, Stack(width=16, depth=2)), torch.randint(10, (8,))
+    plan = Plan({"0": UnitPlan({"embedding": "recompute"}, output="recompute"), "1.blocks.0": UnitPlan({})})
+    report = recollect.verify(model, tokens, plan, loss_fn=mean_square, compare="units", time=False)
+    assert report.equal and report.num_compared == 1
+
+
 def test_unequal_unit_names_unit_and_parameter() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(of_linear(growing, num_calls=0), of_linear(growing, num_calls=0))
