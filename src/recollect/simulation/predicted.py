@@ -9,6 +9,7 @@ from typing import Final
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.clocks import has_two_clocks, step_times
+from recollect.simulation.copy_clock import Link, waits_of
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import Simulation, simulate
 
@@ -19,12 +20,18 @@ _ERROR: Final = 0.15
 
 
 def predicted_plan(profile: Profile, plan: Plan) -> Plan:
-    """Return the plan with the predictions of a simulation filled in.
+    """Return the plan with the predictions of a simulation filled in, with its waiting for copies if it says how fast they are.
 
     Raises:
         PlanError: as `decide`.
     """
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    decisions = decide(profile, plan)
+    made = simulated_plan(profile, plan, simulate(profile, decisions))
+    out, back = plan.to_host_bytes_per_s, plan.from_host_bytes_per_s
+    if not (plan.offloads and out and back and profile.step_s > 0):
+        return made
+    waits = waits_of(profile, decisions, Link(out, back, profile.host_latency_s)) / profile.step_s
+    return replace(made, predicted_slowdown=(made.predicted_slowdown or 0.0) + waits, host_wait_slowdown=waits)
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:

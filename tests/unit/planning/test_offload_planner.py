@@ -21,6 +21,7 @@ from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, waits
 from recollect.simulation.decisions import decide
+from recollect.simulation.predicted import predicted_plan
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import edges
 from toy_profile import layer, stack
@@ -78,6 +79,17 @@ def test_host_memory_is_not_exceeded(llama: Profile, halved: Plan) -> None:
         assert (plan.predicted_host_bytes or 0) <= host_bytes == plan.host_budget_bytes
     slowdowns = [plan.predicted_slowdown for plan in plans]
     assert slowdowns == sorted(slowdowns, key=lambda slowdown: slowdown or 0.0)
+
+
+def test_a_plan_that_is_predicted_once_more_waits_as_long() -> None:
+    """As in each process of a group, which tries the plans of others."""
+    profile = linked(stack(12, graph=layer(norm_bytes=10, up_bytes=40, act_bytes=40, out_bytes=200)), 100.0)
+    with pytest.raises(BudgetTooSmallError) as refused:
+        Planner(profile).plan(0)
+    plan = OffloadPlanner(profile, MANY_BYTES).plan(refused.value.least_peak_bytes - 10)
+    again = predicted_plan(profile, plan)
+    assert again.predicted_slowdown == pytest.approx(plan.predicted_slowdown)
+    assert again.host_wait_slowdown == pytest.approx(plan.host_wait_slowdown) and again.host_wait_slowdown
 
 
 def test_slots_in_host_memory_are_within_its_budget() -> None:
