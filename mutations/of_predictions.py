@@ -115,7 +115,7 @@ MUTATIONS = (
         "generator-states-not-played",
         "the states of generators that recompute needs take no bytes",
         "simulation",
-        (("self.profile.block_bytes(nbytes), (GENERATOR, call)", "0, (GENERATOR, call)"),),
+        (("step.token_type(step, state_bytes, (GENERATOR", "step.token_type(step, 0, (GENERATOR"),),
     ),
     Mutation(
         "dead-saves-end-a-call",

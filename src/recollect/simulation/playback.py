@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from recollect.plans.trip import Timetable
 from recollect.profile import events
@@ -29,13 +29,6 @@ Owner: TypeAlias = tuple[int, int]
 OUTSIDE = -1
 GENERATOR = -2
 COMPILED = -3
-
-
-class Saved(Protocol):
-    """The object autograd holds in place of a tensor."""
-
-    def get(self) -> Any:
-        """Return the bytes that backward asks for, computing them first if needed."""
 
 
 class Freed(Death):
@@ -105,7 +98,8 @@ class Playback(HostRoom):
         self.dropped: dict[Key, Value] = {}
         # Values that hold a tensor which an op will write to: they then get a private copy.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
-        self.handles: dict[int, tuple[Saved, int]] = {}
+        # What autograd holds in place of a tensor, a value or a compiled call, and who saved it.
+        self.handles: dict[int, tuple[Any, int]] = {}
         # Of each call; and the backward that keeps its graph, one at a time, with the values its formulas hold.
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
@@ -167,9 +161,6 @@ class Playback(HostRoom):
 
     def make(self, key: Key, nbytes: int) -> Token:
         return self.token_type(self, nbytes, key)
-
-    def generator_state(self, call: int, nbytes: int) -> Token:
-        return self.token_type(self, self.profile.block_bytes(nbytes), (GENERATOR, call))
 
     def starts(self, call: int) -> None:
         self.call = call
@@ -352,8 +343,8 @@ class _Rerun:
         self.op = run.op
         self.results = run.results
         self.sizes = sizes
-        op = run.op
-        self.state = step.generator_state(run.results[0][0][0], op.state_bytes) if op.state_bytes else None
+        state_bytes = step.profile.block_bytes(run.op.state_bytes)
+        self.state = step.token_type(step, state_bytes, (GENERATOR, run.results[0][0][0])) if state_bytes else None
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Run the op when `recollect.replay` asks for it."""
