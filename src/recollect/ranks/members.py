@@ -19,7 +19,7 @@ from torch import nn
 from recollect._torch_parallel import RankNotes, has_process_group, meeting_place, processes_of
 from recollect.errors import ArgumentError, ConfigError, PlanError, RecordError
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import digest_of
+from recollect.plans.unit_plan import UnitPlan, digest_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
@@ -152,10 +152,15 @@ def common_plan(
     """
     if ranks.is_alone:
         return own, own.predicted_slowdown or 0.0
-    offered = ranks.gather((plain_bytes, own), place)
+    offered = ranks.gather((plain_bytes, own, [*profile.calls_by_path]), place)
     hungriest = sorted(range(len(offered)), key=lambda process: (-offered[process][0], process))
+    # One that offloads names all units, also those that ran in other processes only.
+    keeping = {path: UnitPlan({}) for *_, paths in offered for path in paths}
     # From the same profile, all have made the same plan.
-    plans = (offered[process][1] for process in hungriest)
+    plans = (
+        replace(plan, units={**keeping, **plan.units}) if plan.offloads else plan
+        for plan in (offered[process][1] for process in hungriest)
+    )
     tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
     mine = [predicted(profile, plan) for plan in tried]
     results = ranks.gather(

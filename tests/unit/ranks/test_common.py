@@ -9,6 +9,7 @@ import torch
 
 from rank_threads import error_of, run_on_threads
 from recollect.planning.classic import classic_plan
+from recollect.planning.planners import OffloadPlanner
 from recollect.plans.plan import Plan
 from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
@@ -115,6 +116,23 @@ def test_the_common_plan_fits_the_process_with_the_least_room() -> None:
     for (plan, slowdown), budget_bytes in zip(run_on_threads(chosen), (roomy_bytes, tight_bytes), strict=True):
         assert plan.units == lean.units and slowdown == lean.predicted_slowdown
         assert plan.predicted_peak_bytes == tight_bytes and plan.budget_bytes == budget_bytes
+
+
+@needs_gloo
+def test_a_common_plan_that_offloads_names_units_that_ran_in_another_process() -> None:
+    """As where layers are skipped by chance: in that process it could not be predicted, and the others would wait."""
+    short, long = (with_link(stack(number), 1e5, 1e5, 0.0) for number in (3, 4))
+
+    def chosen(ranks: Group) -> Plan:
+        profile = short if ranks.is_first else long
+        planner = OffloadPlanner(profile, 10**9)
+        own = planner.plan("90%")
+        bytes_of = {"plain_bytes": 10**6 * ranks.is_first, "budget_bytes": planner.plain_peak_bytes}
+        return common_plan(profile, own, **bytes_of, ranks=ranks)[0]
+
+    one, other = run_on_threads(chosen)
+    assert one.offloads and one.units == other.units
+    assert {call.path for call in long.calls} <= one.units.keys()
 
 
 @needs_gloo
