@@ -1,6 +1,7 @@
 """What was held, measured: in the report, in lines, and in what trainers log."""
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_the_first_step_under_a_plan_is_measured_and_said_to_be_held() -> None:
     numbers = attached.numbers
     assert numbers["measured_peak_bytes"] == step.measured_bytes <= numbers["memory_budget_bytes"]
     assert numbers["over_budget_bytes"] == 0
+
+
+def test_weights_and_state_count_wherever_they_come_from() -> None:
+    loop = Loop(measure=True)
+    loop.run(1)
+    stored = io.BytesIO()
+    torch.save(loop.optimizer.state_dict(), stored)
+    stored.seek(0)
+    loop.optimizer.load_state_dict(torch.load(stored))
+    for parameter in loop.model.parameters():
+        parameter.detach().numpy()
+    (step,) = loop.run(1).planned
+    assert 0 <= step.peak_bytes - step.measured_bytes <= _UNSEEN_BYTES
 
 
 def test_a_budget_that_did_not_hold_is_said_by_how_much() -> None:

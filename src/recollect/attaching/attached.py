@@ -15,6 +15,7 @@ and the next steps are recorded until one covers it, or memory is reserved for i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,7 +193,7 @@ class Attached(Handle):
             step.state = self._decide(call)
         is_planned, active = step.state is State.PLANNED, self._placement.active
         if is_planned and step.is_first and active is not None:
-            self._meter.begin(active, self.num_steps)
+            self._meter.begin(active, self.num_steps, lambda: chain(*self._tensors().values()))
             self._clock.begin(active)
         self._watch.begin(step, is_planned=is_planned)
 
@@ -278,7 +279,7 @@ class Attached(Handle):
         self._placement.put(None)
 
         def begin() -> StepRecording:
-            tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
+            tensors = self._tensors()
             recording = StepRecording(
                 self.model,
                 self._units,
@@ -296,6 +297,9 @@ class Attached(Handle):
         self._now.in_compiled = compiler_around() is not None
         recording = self._now.recording = self._lockstep.together(begin)
         self._watcher.tell(recording.returns)
+
+    def _tensors(self) -> dict[str, list[torch.Tensor]]:
+        return step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
 
     def _abandon_step(self) -> None:
         if self._now.recording is not None:

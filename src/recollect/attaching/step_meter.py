@@ -1,6 +1,6 @@
 """Measures the peak of whole steps, compares it with the prediction, and reports whether the budget held."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
@@ -43,7 +43,8 @@ class StepMeter:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def begin(self, planned: PlannedStep, number: int) -> None:
+    def begin(self, planned: PlannedStep, number: int, known: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        """Begin to measure a step, if it is its turn; `known`: returns tensors that count wherever they come from."""
         self._planned = planned
         self._is_compiling = planned.plan.is_compiled and planned.num_calls <= 1
         if self._is_cuda:
@@ -53,7 +54,7 @@ class StepMeter:
             self._before_bytes = torch.cuda.max_memory_allocated(self._device)
         elif self._on_cpu and (not planned.measured_bytes or number % _MEASURED_EVERY == 0):
             # A profiler holds the trace; a later step will be measured.
-            self._found = [] if some_profiler_is_active() else self._trace.enter_context(peak_on_cpu())
+            self._found = [] if some_profiler_is_active() else self._trace.enter_context(peak_on_cpu(known()))
 
     def end(self, steps: Sequence[PlannedStep]) -> Excess | None:
         """End the measurement of a step, and note it; return how much more was held than planned and before, if it was."""

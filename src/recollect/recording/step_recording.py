@@ -149,7 +149,7 @@ class StepRecording:
         recorder.note_gathered(self.model.parameters())
         in_buckets, buckets_bytes = self._note_buckets()
         last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]
-        alive = allocated_storages() if self.in_loop and self.device.type == "cpu" else None
+        alive = allocated_storages(storages_of(known)) if self.in_loop and self.device.type == "cpu" else None
         # Existing gradients are logged as if the step made them.
         self._unrelated = UnrelatedMemory(
             self.device,

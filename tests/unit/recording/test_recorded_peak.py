@@ -49,6 +49,20 @@ def test_the_peak_of_a_step_is_measured_as_by_the_meter() -> None:
     assert plain.step_bytes == 0
 
 
+def test_weights_that_numpy_sees_count_in_the_peak_of_a_recorded_step() -> None:
+    def peak_bytes(*, shared: bool) -> int:
+        net = nn.Linear(64, 64)
+        if shared:
+            net.weight.detach().numpy()
+        recording = StepRecording(net, find_units(net, [""]), MeasuredCosts(CPU), CPU, in_loop=True)
+        recording.start({"parameters": net.parameters()})
+        net(torch.ones(8, 64)).sum().backward()
+        recording.stop()
+        return recording.peak_bytes
+
+    assert peak_bytes(shared=True) == peak_bytes(shared=False)
+
+
 def free(net: nn.Module, _: torch.optim.Optimizer) -> None:
     """Free the gradients by hand, which nothing sees in the first step, so that the second one is recorded, too."""
     for parameter in net.parameters():
