@@ -331,6 +331,12 @@ MUTATIONS = (
         (("self._freed_at.get, list(", "{}.get, list("),),
     ),
     Mutation(
+        "loaded-weights-unmeasured",
+        "weights whose memory PyTorch does not say it allocated are left out of the peak of a recorded step",
+        "recording",
+        (("allocated_storages(storages_of(known))", "allocated_storages()"),),
+    ),
+    Mutation(
         "summed-gradients-end-early",
         "gradients of the last step that backward adds to are taken to end where any backward begins",
         "recording",
