@@ -39,12 +39,10 @@ def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[Row]) 
     assert all(found["json"] for found in ranks)
 
 
-def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[Row]) -> None:
+def test_gradients_are_those_without_a_plan(ranks: list[Row]) -> None:
     for row, other in zip(ranks[0]["rows"], ranks[1]["rows"], strict=True):
         for name in row.keys() - {"budget"}:
-            assert row[name]["plan"] == other[name]["plan"]
-            assert row[name]["equal"]
-            assert other[name]["equal"]
+            assert row[name]["equal"] and other[name]["equal"]
 
 
 def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[Row]) -> None:

@@ -21,7 +21,6 @@ from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import digest_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
@@ -84,16 +83,27 @@ def least_bytes(planner: Planner) -> int:
     raise AssertionError("a byte was enough")
 
 
-def over_gloo() -> dict[str, Any]:
+def plans_of(profile: Profile) -> tuple[dict[str, int], list[tuple[int, dict[str, Plan]]]]:
+    """Least budgets with parts and without, and the plans that there are for each of the two."""
+    planners = {"with": Planner(profile), "without": Planner(without_parts(profile))}
+    least = {name: least_bytes(planner) for name, planner in planners.items()}
+    budgets = least["with"], least["without"]
+    return least, [
+        (budget, {name: planner.plan(budget) for name, planner in planners.items() if budget >= least[name]})
+        for budget in budgets
+    ]
+
+
+def over_gloo(rank: int) -> dict[str, Any]:
     """Plans with parts and without, at the least budgets of both, and what the step under each measures."""
     made = model()
     expected = gradients(made)
-    # That of one rank for both: what was measured beside the times, such as bytes that gloo released late, may differ.
-    profiles = [timed_alike(recollect.record(made, batch(), collectives="replay"))]
-    dist.broadcast_object_list(profiles)
-    profile = profiles[0]
-    planners = {"with": Planner(profile), "without": Planner(without_parts(profile))}
-    least = {name: least_bytes(planner) for name, planner in planners.items()}
+    profile = timed_alike(recollect.record(made, batch(), collectives="replay"))
+    # The first rank plans for both.
+    told = [plans_of(profile) if rank == 0 else None]
+    dist.broadcast_object_list(told)
+    assert told[0] is not None
+    least, planned = told[0]
     found: dict[str, Any] = {
         "least": least,
         "json": recollect.Profile.from_json(profile.to_json()) == profile,
@@ -101,12 +111,9 @@ def over_gloo() -> dict[str, Any]:
     }
     for kind in ("parts", "values"):
         found[kind] = {call.path: names_of(profile.graph_of(call), kind) for call in profile.calls}
-    for budget in (least["with"], least["without"]):
+    for budget, plans in planned:
         row: dict[str, Any] = {"budget": budget}
-        for name, planner in planners.items():
-            if budget < least[name]:
-                continue
-            plan = planner.plan(budget)
+        for name, plan in plans.items():
             with recollect.apply(made, plan):
                 # The first two steps compare the values of both ranks.
                 steps = [gradients(made) for _ in range(3)]
@@ -116,7 +123,6 @@ def over_gloo() -> dict[str, Any]:
                 "peak": plan.predicted_peak_bytes,
                 "parts": num_parts(plan),
                 "equal": all(has_same_bits(a, b) for got in steps for a, b in zip(got, expected, strict=True)),
-                "plan": digest_of(plan.units),
             }
         found["rows"].append(row)
     return found
@@ -158,4 +164,4 @@ def without_the_other(rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     own_rank = join(RANKS)
-    serve(lambda name: over_gloo() if name == "over gloo" else without_the_other(own_rank))
+    serve(lambda name: over_gloo(own_rank) if name == "over gloo" else without_the_other(own_rank))
