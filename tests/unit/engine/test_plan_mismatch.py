@@ -49,8 +49,7 @@ def test_op_without_a_result_needs_no_name() -> None:
     plan = Plan({"layers.0": UnitPlan({"eq": "keep", "all": "keep", "sin": "recompute", "tanh": "recompute"})})
     x = torch.randn(3, requires_grad=True)
     expected = torch.autograd.grad(model["layers"][0](x).sum(), x)
-    with recollect.apply(model, plan), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with recollect.apply(model, plan):
         assert torch.equal(torch.autograd.grad(model["layers"][0](x).sum(), x)[0], expected[0])
 
 

