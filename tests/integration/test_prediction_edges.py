@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from blocks import Block, mean_square
+from blocks import Block, Computes, mean_square
 from budgets import budgets
 from predictions import LEAN_LOOP
 from recollect.measuring.meter import measure_peak, storage_bytes
@@ -50,16 +50,9 @@ def check(model: nn.Module, batch: Tensor, loss_fn: Callable[[Any], Tensor] = me
         assert 0 <= plan.predicted_peak_bytes - found <= 2 * ROOM_BYTES, name
 
 
-class Layer(nn.Module):
+def layer(function: Callable[[Tensor], Tensor] = torch.tanh) -> Computes:
     """[n, t, 16] -> [n, t, 16]."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.function = function
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.function(self.linear(hidden)).sin()
+    return Computes(lambda self, hidden: hidden + function(self.linear(hidden)).sin(), linear=nn.Linear(16, 16))
 
 
 def real_part(hidden: Tensor) -> Tensor:
@@ -86,7 +79,7 @@ def gates(hidden: Tensor) -> Tensor:
 
 def test_a_write_to_one_part_of_a_storage_copies_no_other_part_that_was_saved() -> None:
     torch.manual_seed(0)
-    check(nn.Sequential(*(Layer(gates) for _ in range(4))), torch.randn(4, 128, 16))
+    check(nn.Sequential(*(layer(gates) for _ in range(4))), torch.randn(4, 128, 16))
 
 
 SCORES = torch.zeros(4, 128, 128)
@@ -108,7 +101,7 @@ def test_a_product_needs_no_bytes_of_what_it_does_not_read() -> None:
     torch.manual_seed(0)
     peaks_bytes = []
     for function in (into_shared_scores, into_empty_scores):
-        model, batch = nn.Sequential(*(Layer(function) for _ in range(4))), torch.randn(4, 128, 16)
+        model, batch = nn.Sequential(*(layer(function) for _ in range(4))), torch.randn(4, 128, 16)
         check(model, batch)
         profile = recollect.record(model, batch, loss_fn=mean_square, **LEAN_LOOP)
         peaks_bytes += [recollect.classic_plan(profile, "full").predicted_peak_bytes or 0]
@@ -122,65 +115,52 @@ def sum_of_leaky_parts(hidden: Tensor) -> Tensor:
 
 def test_what_is_kept_of_an_op_that_writes_elsewhere() -> None:
     torch.manual_seed(0)
-    check(nn.Sequential(*(Layer(sum_of_leaky_parts) for _ in range(4))), torch.randn(4, 128, 16))
+    check(nn.Sequential(*(layer(sum_of_leaky_parts) for _ in range(4))), torch.randn(4, 128, 16))
 
 
 @pytest.mark.parametrize("function", [real_part, complex_product, conjugate])
 def test_numbers_of_another_type_on_the_same_storage(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    check(nn.Sequential(*(Layer(function) for _ in range(4))), torch.randn(4, 128, 16))
+    check(nn.Sequential(*(layer(function) for _ in range(4))), torch.randn(4, 128, 16))
 
 
-class Same(nn.Module):
-    """Returns what it gets, or a view of it, as `Identity`, `Dropout(0.0)` and `ReLU(inplace=True)` do."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.form == "view":
-            return hidden.transpose(0, 1).transpose(0, 1)
-        if self.form == "in place":
-            return hidden.relu_()
-        return nn.functional.dropout(hidden, 0.0) if self.form == "dropout" else hidden
+# What returns what it gets, or a view of it, as `Identity`, `Dropout(0.0)` and `ReLU(inplace=True)` do.
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "same": lambda hidden: hidden,
+    "dropout": lambda hidden: nn.functional.dropout(hidden, 0.0),
+    "view": lambda hidden: hidden.transpose(0, 1).transpose(0, 1),
+    "in place": lambda hidden: hidden.relu_(),
+}
 
 
-class WithBias(nn.Module):
-    """The first layer computes a bias, which all add and return, as T5's do."""
+def same(form: str) -> Computes:
+    return Computes(lambda _, hidden: SAME[form](hidden))
 
-    def __init__(self, is_first: bool) -> None:
-        super().__init__()
-        self.layer = Block(16)
-        self.table = nn.Parameter(torch.randn(128, 16)) if is_first else None
 
-    def forward(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.table is not None:
+def biased(depth: int) -> Computes:
+    """The first layer computes a bias, which all add and return, as T5's do. [n, t, 16] -> [n, t, 16]."""
+
+    def run_layer(self: Any, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
             bias = (self.table * 2).tanh().expand(4, -1, -1).contiguous()
-        assert bias is not None
         return self.layer(hidden + bias.sin()), bias
 
-
-class Biased(nn.Module):
-    """[n, t, 16] -> [n, t, 16]."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(WithBias(index == 0) for index in range(depth))
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def run(self: Any, hidden: Tensor) -> Tensor:
         bias = None
-        for layer in self.layers:
-            hidden, bias = layer(hidden, bias)
+        for one in self.layers:
+            hidden, bias = one(hidden, bias)
         return hidden
+
+    tables = ({"table": nn.Parameter(torch.randn(128, 16))} if index == 0 else {} for index in range(depth))
+    return Computes(run, layers=nn.ModuleList(Computes(run_layer, layer=Block(16), **table) for table in tables))
 
 
 def random_stack(choose: random.Random) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(choose.randint(3, 5)):
-        layers.append(choose.choice([lambda: Block(16), Layer])())
-        layers += [Same(choose.choice(["same", "dropout", "view"])) for _ in range(choose.choice([0, 1, 1, 2]))]
-        layers += [Same("in place")] * choose.choice([0, 0, 1])
+        layers.append(choose.choice([lambda: Block(16), layer])())
+        layers += [same(choose.choice(["same", "dropout", "view"])) for _ in range(choose.choice([0, 1, 1, 2]))]
+        layers += [same("in place")] * choose.choice([0, 0, 1])
     return nn.Sequential(Block(16), *layers, Block(16))
 
 
@@ -188,7 +168,7 @@ def random_stack(choose: random.Random) -> nn.Module:
 def test_units_that_return_what_they_get(seed: int) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    model = Biased(4) if seed == 0 else random_stack(choose)
+    model = biased(4) if seed == 0 else random_stack(choose)
     batch = torch.randn(4, 128, 16)
     profile = recollect.record(model, batch, loss_fn=mean_square, **LEAN_LOOP)
     assert profile.calibration_bytes < ROOM_BYTES + 256

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import recollect
+from blocks import Computes
 from case_server import join
 from engines import traced_forwards
 
@@ -32,14 +33,9 @@ RANKS = 2
 WIDTH = 16
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Any) -> Any:
-        return self.down(torch.nn.functional.gelu(self.up(hidden)))
+def mlp() -> Computes:
+    parts = {"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)}
+    return Computes(lambda self, hidden: self.down(torch.nn.functional.gelu(self.up(hidden))), **parts)
 
 
 class Block(nn.Module):
@@ -48,7 +44,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = Mlp()
+        self.mlp = mlp()
         self.register_parameter("shift", None)
 
     def forward(self, hidden: Any) -> Any:

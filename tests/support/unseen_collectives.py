@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
-from blocks import built
+from blocks import Computes, built
 from gradients import DifferentStepsError, assert_same_gradients, gradients
 from policies import FULL, NOTHING_KEPT, Random
 from recollect.applying import apply_policy
@@ -98,37 +98,29 @@ def on_a_detached(x: Tensor, write: Write) -> Tensor:
 HOW = (in_a_function, without_gradients, on_a_detached)
 
 
-class Unit(nn.Module):
+def unit(write: Write, how: Callable[[Tensor, Write], Tensor], reads_before: bool) -> Computes:
     """Writes to a value that is read before and after. [n, d] -> [n, d]."""
 
-    def __init__(self, write: Write, how: Callable[[Tensor, Write], Tensor], reads_before: bool) -> None:
-        super().__init__()
-        self.up, self.down, self.write, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), write, how
-        self.reads_before = reads_before
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Any:
         hidden = self.up(x)
-        early = (hidden + 1).tanh() if self.reads_before else 0
-        hidden = self.how(hidden, self.write)
-        return x + self.down((hidden.sigmoid() * early) if self.reads_before else hidden.sigmoid())
+        early = (hidden + 1).tanh() if reads_before else 0
+        hidden = how(hidden, write)
+        return x + self.down((hidden.sigmoid() * early) if reads_before else hidden.sigmoid())
+
+    return Computes(run, up=nn.Linear(WIDTH, WIDTH), down=nn.Linear(WIDTH, WIDTH))
 
 
-class Between(nn.Module):
+def between(write: Write) -> Computes:
     """Writes to a unit's output, between units. [n, d] -> scalar."""
 
-    def __init__(self, write: Write) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in "ab"
-        )
-        self.write = write
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Any:
         hidden = self.units[0](x)
         with torch.no_grad():
-            self.write(hidden)
-        output: Tensor = self.units[1](hidden).square().sum()
-        return output
+            write(hidden)
+        return self.units[1](hidden).square().sum()
+
+    units = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in "ab")
+    return Computes(run, units=nn.ModuleList(units))
 
 
 def outcome(model: nn.Module, units: list[str], policy: Any) -> str:
@@ -173,13 +165,13 @@ def every_kind(num_random: int = 2, num_wrapped: int = 0) -> dict[str, Any]:
 def _outcomes(wrapper: str, policies: Sequence[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, write in (COLLECTIVES if wrapper else COLLECTIVES | UNSEEN).items():
-        builds: dict[str, Any] = {"between units": (lambda w=write: Between(w), ["units.0", "units.1"])}
+        builds: dict[str, Any] = {"between units": (lambda w=write: between(w), ["units.0", "units.1"])}
         for how in HOW:
             for reads_before in (False, True):
                 key = f"{how.__name__}{', read before' if reads_before else ''}"
-                builds[key] = (lambda w=write, h=how, r=reads_before: Unit(w, h, r)), [""]
+                builds[key] = (lambda w=write, h=how, r=reads_before: unit(w, h, r)), [""]
         for way, (build, units) in builds.items():
-            paths = [".".join(filter(None, ("module" if wrapper == "DDP" else "", unit))) for unit in units]
+            paths = [".".join(filter(None, ("module" if wrapper == "DDP" else "", path))) for path in units]
             found[f"{name}, {way}, {wrapper or 'plain'}"] = [
                 outcome(WRAPPED[wrapper](built(build)), paths, policy) for policy in policies
             ]

@@ -118,23 +118,15 @@ def _steers(hidden: Tensor) -> Tensor:
     return hidden if hidden.sum() > 0 else -hidden
 
 
-class Wide(nn.Module):
-    """A layer. [n, 4] -> [n, 4]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden.reshape(-1, 4)).tanh()
-
-
 class Steered(nn.Module):
     """Two layers whose Python looks at numbers."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Wide() for _ in range(2))
+        wide = (
+            Computes(lambda self, x: self.linear(x.reshape(-1, 4)).tanh(), linear=nn.Linear(4, 4)) for _ in range(2)
+        )
+        self.layers = nn.ModuleList(wide)
         self.function = function
 
     def forward(self, hidden: Tensor) -> Tensor:
