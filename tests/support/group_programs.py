@@ -217,7 +217,8 @@ def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
                 own = [one for one in applied._forwards if isinstance(one, (GraphForward, CompiledForward))]
             is_equal = all(map(has_same_bits, expected, got))
             found[f"{kind} {order}"] = [is_equal, len(own), [getattr(one, "why_not", "") for one in own]]
-    made = sharded_blocks(two_blocks())
+    # Of a kind whose code is there.
+    made = sharded_blocks(two_blocks(), **SHARDED[kinds[-1]])
     with recollect.apply(made, plan):
         gradients(made)
         made.blocks[1].set_unshard_in_backward(False)

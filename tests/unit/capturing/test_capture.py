@@ -52,7 +52,7 @@ class Model(nn.Module):
         return (x - y).square().mean()
 
 
-def batch_of(rows: int = 2048) -> Batch:
+def batch_of(rows: int = 512) -> Batch:
     return torch.randn(rows, 64), torch.randn(rows, 64)
 
 
@@ -76,7 +76,7 @@ def trained(
     for number in range(6):
         for _ in range(micro_batches):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                losses.append(step(batch_of(1024 if number % 3 == 2 else 2048)))
+                losses.append(step(batch_of(256 if number % 3 == 2 else 512)))
         optimizer.step()
         optimizer.zero_grad()
     return [*losses, *model.state_dict().values(), torch.rand(1)]
@@ -198,7 +198,7 @@ def test_a_budget_in_percent_is_of_the_first_kind() -> None:
     model = Model()
     step = captured(model)
     first_bytes = step.plan.budget_bytes
-    step(batch_of(1024))
+    step(batch_of(256))
     assert step.plan.budget_bytes == first_bytes
 
 
@@ -206,7 +206,7 @@ def test_a_failed_kind_leaves_the_others() -> None:
     model = Model()
     step, batch = captured(model), batch_of()
     with pytest.raises(BudgetTooSmallError, match="is below the least possible peak"):
-        step(batch_of(8192))
+        step(batch_of(2048))
     loss = step(batch)
     assert loss.isfinite()
 
@@ -245,7 +245,7 @@ def test_a_capture_that_fails_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) ->
         (
             lambda model, step: (model.zero_grad(), model.eval()),
             ConfigError,
-            r"got most_graphs=1: the batch \(float32\[2048, 64\] \(2 times\)\) is of one more kind, and each kind has a graph "
+            r"got most_graphs=1: the batch \(float32\[512, 64\] \(2 times\)\) is of one more kind, and each kind has a graph "
             r"of its own\. Pad batches to fewer shapes, drop the last one \(drop_last=True\), or pass a larger most_graphs=\.",
         ),
         (
@@ -271,15 +271,15 @@ def test_what_a_step_refuses(
     ("batch", "error", "text"),
     [
         (
-            (torch.randn(2048, 64, requires_grad=True), torch.randn(2048, 64)),
+            (torch.randn(512, 64, requires_grad=True), torch.randn(512, 64)),
             ConfigError,
-            r"got batch='float32\[2048, 64\] \(2 times\)': one of its tensors requires grad, and a captured step returns no "
+            r"got batch='float32\[512, 64\] \(2 times\)': one of its tensors requires grad, and a captured step returns no "
             r"gradients of its batch\. Detach it, or run the step without recollect\.capture\.",
         ),
         (
-            (torch.randn(2048, 64), {1}),
+            (torch.randn(512, 64), {1}),
             ArgumentError,
-            r"step\(batch\): got float32\[2048, 64\], set, in which something is neither a tensor nor hashable; expected "
+            r"step\(batch\): got float32\[512, 64\], set, in which something is neither a tensor nor hashable; expected "
             r"tensors, numbers and texts, which a captured step can tell apart\.",
         ),
     ],

@@ -19,7 +19,7 @@ from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, rec
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.plans.action import Action
 
-LAYERS, WIDTH, INNER, VOCABULARY, LENGTH = 4, 64, 128, 96, 32
+LAYERS, WIDTH, INNER, VOCABULARY, LENGTH = 2, 64, 128, 96, 32
 CONFIG = llama_config(
     num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=INNER, num_attention_heads=4, vocab_size=VOCABULARY
 )
@@ -32,13 +32,18 @@ CHUNKED = replace(
 )
 HELD = replace(
     STEP,
-    config=CONFIG.changed(num_layers=2),
     layout=DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     seq_length=512,
     num_micro_batches=4,
     holds_parts=True,
 )
-SCHEDULED = replace(STEP, layout=DeviceLayout(pipeline_model_parallel_size=2), seq_length=1024, num_micro_batches=4)
+SCHEDULED = replace(
+    STEP,
+    config=CONFIG.changed(num_layers=4),
+    layout=DeviceLayout(pipeline_model_parallel_size=2),
+    seq_length=1024,
+    num_micro_batches=4,
+)
 # The head computes as much as some layers, so that the last stage should have fewer.
 UNEVEN = replace(
     SCHEDULED,
@@ -111,7 +116,7 @@ def pipelined() -> ClusterPlan:
     layout = DeviceLayout(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
     )
-    step = replace(STEP, layout=layout, num_micro_batches=4, pipeline_engine="megatron", seq_length=1024)
+    step = replace(SCHEDULED, layout=layout, pipeline_engine="megatron")
     return plan_cluster(step, "80%")
 
 
@@ -174,16 +179,16 @@ def test_a_step_without_micro_batches_is_refused() -> None:
         record_stages(replace(STEP, num_micro_batches=0))
     layout = DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
     with pytest.raises(ConfigError, match="groups of one a rank"):
-        schedule_of_step(replace(STEP, layout=layout, num_micro_batches=3))
+        schedule_of_step(replace(SCHEDULED, layout=layout, num_micro_batches=3))
 
 
-DEEPSEEK = NAMED_CONFIGS["deepseek-v3-tiny"]
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3-tiny"].changed(num_layers=3)
 SPREAD = replace(
     STEP,
     config=DEEPSEEK,
     layout=DeviceLayout(
         pipeline_model_parallel_size=2,
-        pipeline_split=(1, 3),
+        pipeline_split=(1, 2),
         data_parallel_size=4,
         context_parallel_size=2,
         expert_model_parallel_size=4,
@@ -201,19 +206,19 @@ def spread() -> ClusterPlan:
 
 def test_each_optimizer_state_is_shared_by_the_ranks_that_have_its_parameters(spread: ClusterPlan) -> None:
     """Of experts there are two replicas, of the rest eight."""
-    routed = 3 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
+    routed = 2 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
     first = spread.stages.profiles[0].persistent
     assert first["optimizer_state"] == 3 * first["gradients"] // 8
     last = spread.stages.profiles[1].persistent
-    dense = last["gradients"] // 4 - (routed + routed // 3)
-    assert last["optimizer_state"] == 12 * dense // 8 + 12 * (routed + routed // 3) // 2
+    dense = last["gradients"] // 4 - (routed + routed // 2)
+    assert last["optimizer_state"] == 12 * dense // 8 + 12 * (routed + routed // 2) // 2
 
 
 def test_rows_are_exchanged_with_their_weights(spread: ClusterPlan) -> None:
     """Of each layer with experts there and back, forward and backward, and the counts before."""
     found = spread.stages.traffic[1]["expert"]
     rows = LENGTH // 2 * DEEPSEEK.moe_router_topk
-    layers = 3 + 1
+    layers = 2 + 1
     assert found.count == layers * (1 + 2 * 3)
     counts = 4 * DEEPSEEK.num_moe_experts
     assert found.nbytes == layers * (counts + 2 * rows * (2 * 2 * DEEPSEEK.hidden_size + 4))
@@ -224,7 +229,7 @@ def test_whole_experts_get_each_row_once() -> None:
         tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_size=8, expert_model_parallel_size=4
     )
     layouts = (split, replace(split, expert_tensor_parallel_size=1))
-    found = [record_stages(replace(SPREAD, layout=layout), [range(1, 3)]).traffic[0]["expert"] for layout in layouts]
+    found = [record_stages(replace(SPREAD, layout=layout), [range(1, 2)]).traffic[0]["expert"] for layout in layouts]
     counts_bytes = 4 * DEEPSEEK.num_moe_experts * (found[0].count // 7)
     assert found[1].count == found[0].count and found[0].nbytes > counts_bytes
     assert found[0].nbytes - counts_bytes == 2 * (found[1].nbytes - counts_bytes)
