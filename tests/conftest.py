@@ -42,6 +42,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         set_aside()
 
 
+# These compare plans with the best that there are, or with pages.
+_WHOLE_SEARCHES = ("planning", "test_bound.py", "test_stale.py", "house")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have searches for plans try fewer options where no test asks how good plans are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not set(_WHOLE_SEARCHES) & set(request.path.parts):
+            from short_searches import SETTINGS  # Here: to import the planner takes a second.
+
+            for name, value in SETTINGS.items():
+                patch.setattr(f"recollect.planning.chain_solver.{name}", value)
+        yield
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Let nothing that was compiled before a test, or in it, be found again, and count compilations from zero."""

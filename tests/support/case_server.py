@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import short_searches
 from set_aside import has_loaded_libraries, set_aside
 
 
@@ -23,12 +24,15 @@ def join(num_ranks: int) -> int:
     return rank
 
 
-def serve(run: Callable[[str], dict[str, Any]]) -> None:
+def serve(run: Callable[[str], dict[str, Any]], *, searches_are_short: bool = True) -> None:
     """Run each case whose name comes on standard input, write a line of JSON for it, and end with the input.
 
     Args:
         run: returns what a case found; what it raises is written as its error.
+        searches_are_short: searches for plans try fewer options.
     """
+    if searches_are_short:
+        short_searches.switch_on()
     for line in sys.stdin:
         name = line.rstrip("\n")
         if has_loaded_libraries():

@@ -238,7 +238,7 @@ def run_page(page: str) -> dict[str, list[str]]:
 
 def main() -> None:
     if not sys.argv[1:]:
-        serve(run_page)
+        serve(run_page, searches_are_short=False)
     for page in sys.argv[1:]:
         print(*run_page(page)["errors"], flush=True)
     # A process group's destructor may wait for a thread that waits for the interpreter's lock.
