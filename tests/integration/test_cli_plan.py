@@ -153,30 +153,24 @@ def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.
     assert plan.predicted_peak_bytes <= 10 * 2**20
 
 
-def test_no_more_tokens_than_learned_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "--size", "gpt-tiny", "--memory-budget", "1GiB", "--largest", "seq-length", "--multiple-of", "128"]
-    assert main([*args, "--out", str(tmp_path / "plan.json")]) == 0
-    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 256"
-
-
-def test_no_more_tokens_than_positions_of_a_hugging_face_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [
+        ("--size gpt-tiny --multiple-of 128", 256),
+        ("--hf-config {config} --multiple-of 32", 96),
+        ("--num-layers 2 --hidden-size 64 --max-size 512 --multiple-of 256", 512),
+    ],
+)
+def test_no_more_tokens_than_positions(
+    model: str, most: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
+    """Of a model of Megatron's flags there are some for every length."""
     config = tmp_path / "config.json"
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96, "vocab_size": 100}
     config.write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    args = ["plan", "--hf-config", str(config), "--memory-budget", "1GiB", "--largest", "seq-length"]
-    assert main([*args, "--out", str(tmp_path / "plan.json"), "--multiple-of", "32"]) == 0
-    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 96"
-
-
-def test_a_model_of_megatrons_flags_gets_positions_for_every_length(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = ["plan", "--num-layers", "2", "--hidden-size", "64", "--memory-budget", "1GiB", "--largest", "seq-length"]
-    assert main([*args, "--max-size", "512", "--multiple-of", "256", "--out", str(tmp_path / "plan.json")]) == 0
-    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 512"
+    line = f"plan {model} --memory-budget 1GiB --largest seq-length --out {tmp_path}/plan.json"
+    assert main(line.format(config=config).split()) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == f"at least {most}"
 
 
 CLUSTER_STEP = ["--size", "llama-tiny", "--seq-length", "256", "--dtype", "bf16", "--hardware", "H100"]
