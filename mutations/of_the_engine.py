@@ -568,4 +568,16 @@ MUTATIONS = (
         "engine/policy.py",
         (("not self.policy.are_met(unit_path, counts)", "not self.policy"),),
     ),
+    Mutation(
+        "fake-recordings-told",
+        "one rank that plans for all of them on fake tensors waits for the others, and then raises an error",
+        "recording/step_recording.py",
+        (("is_alone=self.is_on_fake_tensors", "is_alone=False"),),
+    ),
+    Mutation(
+        "plans-counted-apart",
+        "ranks that changed between plans at different times do not meet under the first plan that they all need",
+        "applying.py",
+        (("is_alone=is_alone)", "is_alone=False)"),),
+    ),
 )

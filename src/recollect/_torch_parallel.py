@@ -162,9 +162,10 @@ class RankNotes:
             key = f"{self._key}/{rank}"
             try:
                 self._store.wait([key], timedelta(seconds=patience_s))
-            except torch.distributed.DistStoreError:
-                found[rank] = None
-                break
+            except RuntimeError:  # A file's store has no error of its own for this.
+                if not self._store.check([key]):
+                    found[rank] = None
+                    break
             found[rank] = self._store.get(key).decode()
         return found
 

@@ -125,7 +125,9 @@ def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForw
         )
     # Ranks compare the plans of all micro-batches together, in the first call.
     needs_all = any(needs_all_ranks(one.units) for one in plans)
-    agreement = Agreement("+".join(digest_of(one.units) for one in plans), needs_all=needs_all)
+    # Ranks that attach has given several plans may change between them at different times, if these need no other rank.
+    is_alone = not (needs_all or compares)
+    agreement = Agreement("+".join(digest_of(one.units) for one in plans), needs_all=needs_all, is_alone=is_alone)
     known = {id(one): _unit_forwards(model, one, agreement) for one in plans}
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)

@@ -62,17 +62,19 @@ class Agreement:
     Args:
         digest: the same in ranks that drop the same collectives.
         needs_all: whether this rank will run a collective again, or hold values as parts.
+        is_alone: no other rank has to do the same, as on fake tensors: nothing is told, and others need not count it.
     """
 
-    def __init__(self, digest: str, *, needs_all: bool = True) -> None:
+    def __init__(self, digest: str, *, needs_all: bool = True, is_alone: bool = False) -> None:
         self.digest = digest
         self.needs_all = needs_all
+        self._is_alone = is_alone
         self._met: dict[str, RankNotes] = {}
         self._agreed: set[str] = set()
 
     def meet(self, group: str) -> None:
         """On first use, tell the ranks of a group which values this one drops."""
-        if group not in self._met:
+        if group not in self._met and not self._is_alone:
             _num_met[group] += 1
             notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
             notes.leave(self.digest + (_NEEDS_ALL if self.needs_all else ""))
@@ -105,7 +107,7 @@ class Agreement:
             PlanError: a rank drops something else, or does not tell.
             ConfigError: a CUDA graph is captured.
         """
-        if group in self._agreed:
+        if group in self._agreed or self._is_alone:
             return
         if is_capturing():
             raise not_warmed_up(f"{what} on all ranks", "they compare their plans before that, by messages")

@@ -73,12 +73,10 @@ class RecordingTape(Tape):
     """
 
     def __init__(
-        self, policy: Policy, recorder: StepRecorder, samples: UnitSamples, *, replays_collectives: bool = False
+        self, policy: Policy, recorder: StepRecorder, samples: UnitSamples, *, agreement: Agreement | None = None
     ) -> None:
         # Modules never settle: a unit is recorded in full each time it runs.
-        super().__init__(
-            policy, runs_to_settle=sys.maxsize, agreement=Agreement("recording") if replays_collectives else None
-        )
+        super().__init__(policy, runs_to_settle=sys.maxsize, agreement=agreement)
         self.recorder = recorder
         self.samples = samples
         self.kept = WeakMap[bool]()

@@ -20,6 +20,7 @@ from recollect.engine.check_plan import device_name
 from recollect.engine.compiled.compiled_engine import check_compilers
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
+from recollect.engine.together import Agreement
 from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes, storages_of
@@ -159,7 +160,8 @@ class StepRecording:
         )
         enter = self._stack.enter_context
         policy, paths = DropAll(but=self.lean_units), [unit.path for unit in self.units]
-        tape = RecordingTape(policy, recorder, self._samples, replays_collectives=self.replays_collectives)
+        agreement = Agreement("recording", is_alone=self.is_on_fake_tensors) if self.replays_collectives else None
+        tape = RecordingTape(policy, recorder, self._samples, agreement=agreement)
         try:
             enter(apply_policy(self.model, paths, tape))
             self._stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)

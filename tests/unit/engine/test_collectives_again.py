@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed._functional_collectives import all_reduce
 import recollect
 from blocks import Computes
 from recollect._torch_parallel import RankNotes, fake_process_group
+from recollect.applying import apply_own
 from recollect.engine import together
 from recollect.engine.together import Agreement
 from recollect.errors import PlanError
@@ -120,6 +122,39 @@ def test_a_rank_without_a_plan_is_an_error() -> None:
     own.meet("tp")
     with pytest.raises(PlanError, match="rank 1 has none.*send it to the others"):
         own.check("tp", "run all_reduce again")
+
+
+def test_a_store_in_a_file_can_say_that_a_rank_has_no_plan(store: Any, tmp_path: Path) -> None:
+    notes = RankNotes("key", [0, 1], dist.FileStore(str(tmp_path / "store"), 2))
+    notes.leave("one")
+    assert notes.read(0.01) == {0: "one", 1: None}
+
+
+def test_a_recording_on_fake_tensors_needs_no_other_rank(store: Any) -> None:
+    """One rank may plan for all of them; the others need not count what it met."""
+    model = nn.Sequential(layer(FUNCTIONAL))
+    profile = recollect.record(model, torch.randn(4, 8), loss_fn=torch.sum, fake=True, collectives="replay")
+    plan = recollect.classic_plan(profile, "full")
+    assert plan.units["0"].actions["_c10d_functional:all_reduce"] == "recompute"
+    tells(store, plan)
+    with recollect.apply(model, plan):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_attach_counts_only_plans_that_need_all_ranks(action: Any) -> None:
+    """Ranks change between others at different times."""
+    model = nn.Sequential(layer(FUNCTIONAL))
+    actions: dict[str, Any] = {
+        **dict.fromkeys(VALUES, "recompute"),
+        "_c10d_functional:all_reduce": action,
+        "c10d:Sum": "keep",
+    }
+    plan = Plan({"0": UnitPlan(actions)})
+    with apply_own(model, plan):
+        model(torch.randn(4, 8))
+    assert together._num_met.total() == (action == "recompute")
 
 
 def test_digests_do_not_depend_on_the_order_of_units() -> None:
