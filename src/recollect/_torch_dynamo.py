@@ -233,8 +233,12 @@ def _fake_grouped_mm(
 register_op_impl(torch.ops.aten._grouped_mm.default)(_fake_grouped_mm)
 
 
-# How Dynamo writes the module whose forward it traces: an argument, or one inside the forward's wrapper.
-_ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
+# How Dynamo leads from a forward to the module that it is of, through the wrappers around it.
+_TO_MODULE = r"(?:\.(?:__self__|_orig_mod|__wrapped__|__func__|func|args\[\d+\]|__closure__\[\d+\]\.cell_contents))"
+# How it writes the module whose forward it traces: an argument, or one inside the forward's wrapper; and one inside that
+# has been given a forward.
+_ROOT = re.compile(rf"^L\['[^']*'\](?:\[\d+\])*{_TO_MODULE}*\.?")
+_GIVEN = re.compile(rf"\.forward{_TO_MODULE}+")
 # How Dynamo names a part of a module whose class has a `__getattr__`, as those of diffusers have.
 _PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 
@@ -242,7 +246,7 @@ _PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """Return (number of the call, path below the traced module) of the modules around a node, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [(key, _ROOT.sub("", _PART.sub(r".\1", str(entry[0])))) for key, entry in stack.items()]
+    return [(key, _ROOT.sub("", _GIVEN.sub("", _PART.sub(r".\1", str(entry[0]))))) for key, entry in stack.items()]
 
 
 def module_path(node: fx.Node, root: torch.nn.Module) -> str:

@@ -1,7 +1,9 @@
 """What surrounds a call of a traced unit: autocast's casts, threads, writes, split backwards, and what holds the model."""
 
+import functools
 import gc
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,6 +107,33 @@ def test_casts_that_autocast_shares(run: Callable[[Any], Tensor], new: Callable[
     with pytest.warns(ConfigWarning, match=why_not) if why_not else nullcontext():
         handle = is_equal(run, new)
     assert traced_forwards(handle)[0].why_not == why_not
+
+
+def _closure(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def _method(forward: Any) -> Callable[..., Any]:
+    return types.MethodType(lambda self, *args, **kwargs: forward(*args, **kwargs), forward.__self__)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("wrap", [_closure, lambda forward: _closure(_closure(forward)), functools.partial, _method])
+def test_modules_that_were_given_a_forward(wrap: Callable[..., Any], is_inside: bool) -> None:
+    """Dynamo names what runs in them by the way that leads through the wrapper, as around torchtitan's layers."""
+
+    def wrapped() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(*(nn.Sequential(Block(16, 0.1)) for _ in PATHS))
+        for unit in made:
+            module: Any = unit[0] if is_inside else unit  # type: ignore[index]
+            module.forward = wrap(module.forward)
+        return made
+
+    assert [one.why_not for one in traced_forwards(is_equal(plainly, wrapped))] == [""] * len(PATHS)
 
 
 def test_threads_that_trace_at_the_same_time() -> None:
