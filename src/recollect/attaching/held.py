@@ -326,14 +326,13 @@ class CallWatch:
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
         # Garbage that is collected in a call makes one reading too low, not most of them.
         usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
-        if self._device.type == "cpu" and has_process_group():
-            usual += _COLLECTIVES_BYTES
+        of_collectives = _COLLECTIVES_BYTES if self._device.type == "cpu" and has_process_group() else 0
         least = usual
         is_foretold = position == 1 and call == planned.calls[0] and not step.ran_backward_within()
         if is_foretold and planned.most_held_bytes is not None:
             num_nodes = next_autograd_node() - self._first_node if self._device.type == "cpu" else 0
             least = min(usual, planned.most_held_bytes + max(_OWN_BYTES, num_nodes * _NODE_BYTES))
-        foreseen = now if least == math.inf else self._begin + int(least) + planned.more_bytes
+        foreseen = now if least == math.inf else self._begin + int(least) + of_collectives + planned.more_bytes
         for _ in range(_READ_AGAIN):
             if not beyond_noise(now - foreseen, planned):
                 break
