@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "called-by-layers-unnamed",
+        "a plan does not name a unit that keeps everything and runs within layers, whose values then count as theirs",
+        "planning/option_table.py",
+        (("or self.rows[index].path in self._called_by_others", ""),),
+    ),
+    Mutation(
         "draws-written-over",
         "plans for a captured step keep what a random op makes, and not what is written over it",
         "profile",

@@ -5,8 +5,10 @@ were recorded, with other bits. So the graph is broken around the modules that c
 concern units that a plan compiles: the code between them runs eagerly, as it was recorded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +28,9 @@ from recollect.plans.paths import paths_above, unit_words
 from recollect.warning import warn_user
 from recollect.weak_map import WeakMap
 
+if TYPE_CHECKING:
+    from recollect.engine.tape import Tape
+
 # Models already reported as compiled.
 _told = WeakMap[bool]()
 # Models recorded outside the compiler for plans that will run their layers inside it.
@@ -43,12 +48,15 @@ def eager_forwards(
     A compiled `forward` of a unit is left alone: it is kept as a whole. So are the modules inside units that a plan
     has compiled.
     """
+    placed = list(placed)
     known = {id(forward.module) for forward in placed}
     known |= {id(part) for path in compiled_paths for part in unit_module(model, path).modules()}
     units = set(unit_paths) if known else set()
     above = {path for unit in units for path in ("", *paths_above(unit))} - units
     forwards = [EagerForward(model.get_submodule(path)) for path in sorted(above)]
-    forwards += [KeptUnit(unit) for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
+    kept = {path: model.get_submodule(path) for path in sorted(units)}
+    tapes = tuple(dict.fromkeys(forward.tape for forward in placed if hasattr(forward, "tape")))
+    forwards += [KeptUnit(unit, path, tapes) for path, unit in kept.items() if not has_compiled_forward(unit)]
     return [forward for forward in forwards if id(forward.module) not in known and _may_place(forward.module)]
 
 
@@ -72,12 +80,20 @@ class EagerForward(PlacedForward):
 
 
 class KeptUnit(EagerForward):
-    """Does the same for a unit."""
+    """Does the same for a unit; where a unit on a tape calls it, its values are not taken for those of that unit."""
+
+    def __init__(self, module: nn.Module, path: str, tapes: tuple[Tape, ...]) -> None:
+        super().__init__(module)
+        self.path = path
+        self.tapes = tapes
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with running_unit():
-            return super().__call__(*args, **kwargs)
+            tape = next((one for one in self.tapes if one.mode is not None), None)
+            if tape is None or not self.recomputes():
+                return super().__call__(*args, **kwargs)
+            return tape.run(self.path, super().__call__, args, kwargs)
 
 
 def expect_compiler(model: nn.Module) -> None:

@@ -52,7 +52,8 @@ def planned_forwards(
     shards = shards_of(model)
     _check_shards(units, shards)
     offload = Offload(model, units, host_bytes) if offloads else None
-    tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
+    policy = PlanPolicy({path: units[path] for path in paths})
+    tape = Tape(policy, agreement=agreement, shards=shards, offload=offload)
     return tape_forwards(model, paths, tape)
 
 

@@ -12,6 +12,7 @@ from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import RETURN
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, compiled_unit, decide_call, keep_all_unit
@@ -70,6 +71,7 @@ class OptionTable:
         self.free_outputs = frozenset(free_outputs)
         self.may_drop_outputs = bool(dropped_outputs or free_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
+        self._called_by_others = _called_by_others(profile)
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
         self._decisions: dict[tuple[object, ...], tuple[CallActions, ...]] = {}
@@ -115,9 +117,10 @@ class OptionTable:
         return result
 
     def _is_named(self, index: int, options: Sequence[Option]) -> bool:
-        """Return whether the plan names the row: it is a layer, recomputes, or reads an output that is dropped or a part."""
+        """Return whether the plan names the row: a layer, what runs in one, recomputes, or reads a dropped output or part."""
         return (
             self._is_repeated[self.rows[index].path]
+            or self.rows[index].path in self._called_by_others
             or self._unit_plan(index, options[index]).recomputes_anything
             or any(self._lacks_output(source, options[source]) for source in self.sources[index])
         )
@@ -204,6 +207,17 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
         return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, o.stored.order)))
 
     return options_with_known
+
+
+def _called_by_others(profile: Profile) -> set[str]:
+    """Return the units that run while others do, such as a module for positions that attention layers are given."""
+    found: set[str] = set()
+    first = len(profile.calls)
+    for (call,) in reversed([*profile.log.operands(RETURN)]):
+        if first < call:  # It began earlier, and returns later.
+            found.add(profile.calls[call].path)
+        first = min(first, call)
+    return found
 
 
 def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:

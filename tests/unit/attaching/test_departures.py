@@ -75,6 +75,27 @@ def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
             step(model, optimizer, rows=512)
 
 
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_a_module_that_layers_are_given_does_not_depart(engine: str) -> None:
+    """As x-transformers' modules for positions: what they compute within a layer is theirs, also where they keep all."""
+
+    def scored(self: Any, x: Tensor, scores: nn.Module) -> Tensor:
+        return x + torch.tanh(self.linear(x) + scores(x)).sin().exp().sin().exp()
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.scores)
+        return x.square().mean()
+
+    layers = nn.ModuleList(Computes(scored, linear=nn.Linear(32, 32)) for _ in range(4))
+    scores = Computes(lambda self, x: self.table(torch.arange(len(x)) % 8) * 0.1, table=nn.Embedding(8, 32))
+    made = Computes(run, layers=layers, scores=scores)
+    with attached_loop("80%", made, SGD, engine=engine) as (model, optimizer, attached):
+        for _ in range(4):
+            step(model, optimizer, rows=512)
+    assert attached.recorded_steps == [0]
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks, by_name: bool) -> None:
     model.num_rows, model.by_name = 256, by_name

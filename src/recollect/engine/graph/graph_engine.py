@@ -84,8 +84,9 @@ def graph_forwards(
     Raises:
         UnknownNameError: the model has no such unit.
     """
+    units = {path: unit for path, unit in units.items() if unit.recomputes_anything}
+    modules = {path: unit_module(model, path) for path in units}
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
-    modules = {path: unit_module(model, path) for path, unit in units.items() if unit.recomputes_anything}
     ids = {id(module) for module in modules.values()}
     return [
         GraphForward(path, module, tape, scope_forwards(module, tape, ids), tuple(units[path].actions.items()))
