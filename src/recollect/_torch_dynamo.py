@@ -234,11 +234,10 @@ register_op_impl(torch.ops.aten._grouped_mm.default)(_fake_grouped_mm)
 
 
 # How Dynamo leads from a forward to the module that it is of, through the wrappers around it.
-_TO_MODULE = r"(?:\.(?:__self__|_orig_mod|__wrapped__|__func__|func|args\[\d+\]|__closure__\[\d+\]\.cell_contents))"
-# How it writes the module whose forward it traces: an argument, or one inside the forward's wrapper; and one inside that
-# has been given a forward.
-_ROOT = re.compile(rf"^L\['[^']*'\](?:\[\d+\])*{_TO_MODULE}*\.?")
-_GIVEN = re.compile(rf"\.forward{_TO_MODULE}+")
+_WRAPPERS = r"(?:\.(?:__wrapped__|__func__|func|args\[\d+\]|__closure__\[\d+\]\.cell_contents))"
+_TO_MODULE = rf"{_WRAPPERS}*(?:\.__self__)?(?:\._orig_mod)*"
+_ROOT = re.compile(rf"^L\['[^']*'\](?:\[\d+\])*{_TO_MODULE}\.?")
+_GIVEN = re.compile(rf"\.forward(?={_WRAPPERS}|\.__self__){_TO_MODULE}")
 # How Dynamo names a part of a module whose class has a `__getattr__`, as those of diffusers have.
 _PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 

@@ -1342,6 +1342,13 @@ def _one_result_of_two_written(self: Any, x: Tensor) -> Tensor:
     return x * variance.sin() * centre.cos()
 
 
+def _statistics_written_to(self: Any, x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(self.first(x), -1, keepdim=True)
+    before = mean[:]
+    mean.mul_(2)
+    return x * variance.sin() * before.cos()
+
+
 def _read_before_it_is_written(self: Any, x: Tensor) -> Tensor:
     made = self.first(x)
     grown = made.exp()
@@ -1354,7 +1361,16 @@ units(
         "one result of two written": _one_result_of_two_written,
         "layout changed beside a view": _layout_changed_beside_a_view,
         "read before it is written": _read_before_it_is_written,
+        "results made again beside one written to": _statistics_written_to,
         # It saves a copy of what it writes to.
         "hardswish in place": lambda self, x: x * F.hardswish(self.first(x), inplace=True),
     }
+)
+units(
+    {
+        "value, its alias and a reader out": lambda self, x: [(y := self.first(x)), y[:], y.sin()],
+        "alias before its value out": lambda self, x: [(y := self.first(x))[:], y, y.sin()],
+        "two aliases out": lambda self, x: [(y := self.first(x)), y[:], y.view_as(y)],
+    },
+    calls=lambda units, x: _values(units[0](x)),
 )

@@ -5,9 +5,9 @@ unit's inputs, arguments first, before its first reader: the order in which the 
 if one of the two is no longer needed.
 
 NOTE [ Memory that is written to ]
-Writes in place run again too, each group of them in the order of forward, on memory made again, and with them what reads that
-memory between two writes. What an op makes of memory that forward writes to afterwards is kept, whatever the plan says, where
-this would not give the old content.
+Writes in place run again too, each group of them in the order of forward, on memory made again, and so does whatever reads that
+memory between two of them. Where it cannot, what it makes of memory that is written to afterwards is kept, whatever the plan
+says.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ def cut(joint: JointRecord, is_kept: IsKept) -> Cut:
     Raises:
         UntraceableError: something would have to run again that cannot.
     """
-    run_between: set[int] = set()
+    run_between: dict[int, None] = {}  # In the order in which they were found.
     must_keep: set[int] = set()
     while True:
         try:
             schedule = _scheduled(joint, _Forward(joint, is_kept, must_keep, run_between))
             break
         except _ReadsOldContentError as error:
-            if error.number in must_keep:
-                func = joint.ops[error.number].func
-                raise UntraceableError(f"{func} reads what is written to afterwards, and would run again") from None
-            (must_keep if error.number in run_between else run_between).add(error.number)
+            if error.number in run_between:
+                must_keep.add(error.number)
+            run_between[error.number] = None
         except UntraceableError:
-            if run_between <= must_keep:
+            rest = [number for number in run_between if number not in must_keep]
+            if not rest:
                 raise
-            must_keep |= run_between
+            must_keep.add(rest[-1])
     saved, backward = tuple(sorted(schedule.saved)), tuple(schedule.ops)
     draws = tuple(number for number in backward if number < joint.num_forward and joint.ops[number].is_random)
     return Cut(_forward(joint, saved), saved, draws, backward, _sums(joint, saved, backward))
@@ -171,7 +171,7 @@ class _Forward:
         available: memory that is there in backward: of inputs, of outputs of the unit, and of kept values.
         writes: for each memory that ops write to, the ops.
         groups: for new memory that is written to, the ops that create its contents, in order; with those that read it between
-            the writes and make what is written, or what backward reads.
+            the writes and make what is written, and those among `run_between` that read it there.
         blocks: for each op of a group, the ops that run again with it: those of all groups that share ops with its own.
         maker: for each tensor of forward, the op that made it; -1 for an input.
     """
@@ -230,7 +230,7 @@ class _Forward:
         self.storages = inputs | kept.keys()
 
     def _is_written_to(self, number: int) -> bool:
-        """Whether the results of an op are."""
+        """Whether an op's results are in memory that is written to again."""
         op = self._joint.ops[number]
         return any(self._joint.tensors[result] in self.groups for result in op.results if result >= 0)
 
@@ -260,6 +260,10 @@ class _Forward:
         if not self.available.isdisjoint(op.writes):
             raise UntraceableError(f"{op.func} would run again, and write to what is kept once more")
         memory = self._joint.tensors
+        again = {memory[result] for result in op.results if result >= 0} - {memory[tensor] for tensor in op.reads}
+        if not again.isdisjoint(self.available & self.writes.keys()):
+            # Beside the results that are needed, it would make the content from before the writes.
+            raise _ReadsOldContentError(number)
         # Readers of views are checked.
         for storage in () if op.is_view else {memory[tensor] for tensor in op.reads}.difference(op.updates):
             is_late = any(write > number for write in self.writes.get(storage, ()))

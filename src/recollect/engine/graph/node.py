@@ -65,6 +65,9 @@ class TracedUnit:
         # Outputs that are no inputs, by position, with how DTensors among them are spread.
         outputs = enumerate(zip(trace.outputs, trace.output_specs, strict=True))
         self.made = [(index, spec) for index, (tensor, spec) in outputs if tensor not in trace.passed_on]
+        # Views of all of an output before them, for which programs return that output.
+        firsts = {tensor: index for index, tensor in reversed([*enumerate(trace.outputs)])}
+        self.views = [index for index, _ in self.made if firsts[trace.outputs[index]] != index]
         self.no_grad = [place for place, (index, _) in enumerate(self.made) if not trace.outputs_need_grad[index]]
         self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()
@@ -101,8 +104,7 @@ class TracedUnit:
             return made
         found = iter(made)
         outputs = [inputs[passed_on[one]] if one in passed_on else next(found) for one in trace.outputs]
-        found = ((outputs[index], is_same) for index, is_same in trace.places)
-        return [output if is_same else output.view_as(output) for output, is_same in found]
+        return [outputs[index] for index in trace.places]
 
     def _lets_go(self, inputs: Sequence[Any], before: _Call | None) -> bool:
         """Whether gradients of parameters are freed as soon as they are computed, judging by the previous call."""
@@ -271,6 +273,8 @@ class _Call:
             for tensor, is_again in zip(seen, program.again, strict=True)
             if not tensor.is_inference()
         ]
+        for index in unit.views:
+            found[index] = found[index].view_as(found[index])
         return tuple([spread(found[index], spec) for index, spec in unit.made])
 
     def take(self, program: Program) -> list[Any]:

@@ -86,7 +86,7 @@ class Trace:
         devices: types of those of its inputs.
         inputs: the tensors that it reads, in the order of the graph's arguments; of DTensors, what this process holds.
         spread_inputs: positions of the DTensors among them.
-        places: for each tensor that it returns, which of `outputs` that is, and whether it is that or a view of all of it.
+        places: for each tensor that it returns, its position in `outputs`: one tensor may be returned twice.
         output_specs: how outputs are spread, where they are DTensors.
         outputs: what it returns; an input stands for itself.
         passed_on: inputs that it returns as they are, and their positions.
@@ -126,15 +126,12 @@ class Trace:
                     outputs = NamedRun(graph, self._recorder, paths).run_or_leave(*given)
                 except DATA_DEPENDENT as error:
                     raise UntraceableError(f"what {error.func} gives back depends on data") from error
-        # Values in a cache, say, may be returned beside it, too.
-        once: dict[Any, torch.Tensor] = {}
-        kinds = [(self._recorder.known(local_part(one)), spec_of(one), one.requires_grad) for one in outputs]
-        for kind, output in zip(kinds, outputs, strict=True):
-            once.setdefault(kind, output)
-        self.places = [(list(once).index(kind), one is once[kind]) for kind, one in zip(kinds, outputs, strict=True)]
-        self._outputs = list(once.values())
+        # A view of all of a tensor is an output of its own: in eager mode, its gradient is added at a different place.
+        self._outputs = list({id(one): one for one in outputs}.values())
+        position = {id(one): index for index, one in enumerate(self._outputs)}
+        self.places = [position[id(one)] for one in outputs]
         self.ops = self._recorder.ops
-        self.outputs = [kind[0] for kind in once]
+        self.outputs = [self._recorder.known(local_part(one)) for one in self._outputs]
         self.output_specs = [spec_of(output) for output in self._outputs]
         # Outputs that are inputs, and no views of them.
         self.passed_on = {
@@ -163,7 +160,7 @@ class Trace:
             raise UntraceableError("it returns a view of an input")
         # Others are views of each other, as in eager mode: autograd refuses writes of which a gradient would not know.
         num_kinds = len({(one.storage, needs_grad) for one, needs_grad in made})
-        if len({one for one, _ in made}) < len(made) or len({one.storage for one, _ in made}) < num_kinds:
+        if len({one.storage for one, _ in made}) < num_kinds:
             raise UntraceableError("it returns the same memory twice, with and without a gradient")
         for op in self.ops:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
