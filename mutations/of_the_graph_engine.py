@@ -147,9 +147,9 @@ MUTATIONS = (
     ),
     Mutation(
         "graph-memory-out-twice",
-        "a traced unit gives back a value and a detached alias of it as one",
+        "a traced unit gives back a value and an alias of it as one",
         "engine/graph",
-        (("if len({one for one, _ in made}) < len(made) or", "if"),),
+        (("found[index] = found[index].view_as(found[index])", "pass"),),
     ),
     Mutation(
         "graph-backward-writes-lost",
@@ -341,19 +341,25 @@ MUTATIONS = (
         "graph-all-or-none",
         "a plan of which not all layers fit the budget from traces runs on the tape as a whole",
         "planning/trace_planner.py",
-        (("if len(paths) <= 1:", "if paths:"),),
+        (("if len(paths) == 1 or (are_alike", "if paths or (are_alike"),),
     ),
     Mutation(
         "graph-keeps-what-it-read-before-a-write",
         "what reads memory before it is written to is kept, whatever the plan says: above the tape's peak",
         "programs/cut.py",
-        (("(must_keep if error.number in run_between else run_between).add", "must_keep.add"),),
+        (("if error.number in run_between:", "if True:"),),
+    ),
+    Mutation(
+        "graph-remakes-what-it-keeps",
+        "an op that runs again makes a kept result once more, as it was before it was written to",
+        "programs/cut.py",
+        (("if not again.isdisjoint(self.available & self.writes.keys()):", "if False:"),),
     ),
     Mutation(
         "graph-never-keeps-what-it-read-before-a-write",
         "a unit stays on the tape if what reads memory before a write cannot run again with the writes",
         "programs/cut.py",
-        (("must_keep |= run_between", "raise"),),
+        (("must_keep.add(rest[-1])", "raise"),),
     ),
     Mutation(
         "graph-views-of-what-changes-shape",

@@ -26,7 +26,7 @@ from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import ENGINES
 from recollect.engine.tape_forwards import tape_forwards
-from recollect.engine.together import Agreement, first_call_forwards
+from recollect.engine.together import Agreement, first_call_forwards, is_partitioned
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action, EngineChoice
@@ -126,7 +126,7 @@ def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForw
     # Ranks compare the plans of all micro-batches together, in the first call.
     needs_all = any(needs_all_ranks(one.units) for one in plans)
     # Ranks that attach has given several plans may change between them at different times, if these need no other rank.
-    is_alone = not (needs_all or compares)
+    is_alone = not (needs_all or compares or any(map(is_partitioned, model.parameters())))
     agreement = Agreement("+".join(digest_of(one.units) for one in plans), needs_all=needs_all, is_alone=is_alone)
     known = {id(one): _unit_forwards(model, one, agreement) for one in plans}
     forwards = [forward for own in known.values() for forward in own]

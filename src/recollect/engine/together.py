@@ -62,7 +62,7 @@ class Agreement:
     Args:
         digest: the same in ranks that drop the same collectives.
         needs_all: whether this rank will run a collective again, or hold values as parts.
-        is_alone: no other rank has to do the same, as on fake tensors: nothing is told, and others need not count it.
+        is_alone: no other rank takes part, as on fake tensors: this one leaves no note, and does not count the plan.
     """
 
     def __init__(self, digest: str, *, needs_all: bool = True, is_alone: bool = False) -> None:

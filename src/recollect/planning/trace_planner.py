@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, Literal
@@ -84,7 +85,7 @@ class TracePlanner(Planner):
         return made.with_note("; ".join(filter(None, (made.note, *notes))))
 
     def _traced(self, found: Plan) -> Plan:
-        """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
+        """Return a plan whose units, or as many as fit, run from traces, within its budget as well as on the tape."""
         budget, first = found.budget_bytes or 0, found
         # Without traces in the profile, the tape's bytes are the prediction, and not its times.
         profile = self.profile if _knows_traces(self.profile) else _without_tape(self.profile)
@@ -104,26 +105,36 @@ class TracePlanner(Planner):
         faster = min(mixed, key=lambda plan: plan.predicted_slowdown or 0.0)
         return self._finished(faster, budget) if faster.units != on_tape.units else on_tape
 
-    def _finished(self, traced: Plan, budget: int) -> Plan:
+    def _finished(self, traced: Plan, budget_bytes: int) -> Plan:
         # The bound counts the tape's own work.
-        return replace(traced, budget_bytes=budget, bound_slowdown=None, source=weakref.ref(self.profile))
+        return replace(traced, budget_bytes=budget_bytes, bound_slowdown=None, source=weakref.ref(self.profile))
 
 
-def _as_far_as_it_fits(profile: Profile, plan: Plan, budget: int) -> Plan:
-    """Make those units of a plan on the tape run from traces that still fit: all, else as many of each half as do."""
+def _as_far_as_it_fits(profile: Profile, plan: Plan, budget_bytes: int) -> Plan:
+    """Make those units of a plan on the tape run from traces that still fit: all, else as many of each half as do.
+
+    Units of one graph are not tried one by one if neither the first nor the last of them fits.
+    """
     units = traced_where_known(profile, plan).units
+    graphs = {call.path: call.graph for call in profile.calls}
 
-    def with_traces_of(paths: list[str], made: Plan) -> Plan:
+    def fitting(paths: Sequence[str], made: Plan) -> Plan | None:
         more = predicted_plan(profile, replace(made, units={**made.units, **{path: units[path] for path in paths}}))
-        if (more.predicted_peak_bytes or 0) <= budget:
-            return more
-        if len(paths) <= 1:
+        return more if (more.predicted_peak_bytes or 0) <= budget_bytes else None
+
+    def with_traces_of(paths: Sequence[str], made: Plan) -> Plan:
+        if not paths:
+            return made
+        if (found := fitting(paths, made)) is not None:
+            return found
+        are_alike = len({graphs[path] for path in paths}) == 1
+        if len(paths) == 1 or (are_alike and not any(fitting([path], made) for path in {paths[0], paths[-1]})):
             return made
         half = len(paths) // 2
         return with_traces_of(paths[half:], with_traces_of(paths[:half], made))
 
     paths = [path for path, unit in units.items() if unit != plan.units[path]]
-    return with_traces_of(paths, predicted_plan(profile, plan))
+    return with_traces_of(sorted(paths, key=graphs.__getitem__), predicted_plan(profile, plan))
 
 
 def _without_tape(profile: Profile) -> Profile:

@@ -154,7 +154,7 @@ def common_plan(
         return own, own.predicted_slowdown or 0.0
     offered = ranks.gather((plain_bytes, own, [*profile.calls_by_path]), place)
     hungriest = sorted(range(len(offered)), key=lambda process: (-offered[process][0], process))
-    # One that offloads names all units, also those that ran in other processes only.
+    # A plan that offloads names all units, also those that ran in other processes only.
     keeping = {path: UnitPlan({}) for *_, paths in offered for path in paths}
     # From the same profile, all have made the same plan.
     plans = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -56,15 +57,18 @@ def with_joints(
     graphs = list(profile.graphs)
     repeated = sorted({c.graph for c in profile.calls if c.repeated and not graphs[c.graph].why_not_traced})
     found: dict[int, JointRecord | str] = {}
-    untraced: dict[int, str] = {}
+    failed: defaultdict[int, list[str]] = defaultdict(list)
     with stage("tracing units", total=len({id(samples.get(index)) for index in repeated})) as done:
         for index in repeated:
             sample = samples.get(index)
             if id(sample) not in found:
                 kind = -1 if sample is None else sample.first_alike
-                joint = untraced.get(kind) or _traced(sample, graphs[index], profile, device, costs)
-                if isinstance(joint, str):  # Nor can the others of its kind, whose traces would take as long.
-                    untraced[kind] = joint
+                # After two of a kind, others would fail as well, and take as long.
+                joint = (
+                    failed[kind][0] if len(failed[kind]) > 1 else _traced(sample, graphs[index], profile, device, costs)
+                )
+                if isinstance(joint, str):
+                    failed[kind].append(joint)
                 found[id(sample)] = joint
                 done()
             graphs[index] = _with_joint(graphs[index], found[id(sample)])

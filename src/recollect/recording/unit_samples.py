@@ -172,19 +172,22 @@ class UnitSamples:
         for call, sample in self._of_calls.items():
             if call not in left_out:
                 graph = profile.graph_of(profile.calls[call])
-                ops = sample.first_alike, tuple(op.name for op in graph.ops), tuple(map(_size, graph.values))
+                ops = sample.first_alike, tuple(op.name for op in graph.ops), tuple(map(_outline, graph.values))
                 found.setdefault(profile.calls[call].graph, by_ops.setdefault(ops, sample))
         return found
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
-        """Copy a call's inputs, unless there is a sample of its kind, or it cannot run by itself."""
+        """Note a call, with copies of its inputs if it is the first of its kind, unless it cannot run by itself."""
         if not self._takes_any:
             return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
-        kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
-        first = self._kinds.setdefault(kind, call)
         if path in self._compiled or not self._runs_alone(module):
             return
+        kind_of_device = self._device.type
+        autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
+        of_arguments = _shapes(tree_leaves((args, kwargs)))
+        kind = type(module), module.training, autocast, _shapes(module.parameters()), of_arguments
+        first = self._kinds.setdefault(kind, call)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         if first != call:
             if alike := self._of_calls.get(first):
@@ -201,8 +204,6 @@ class UnitSamples:
         requires_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
         remaining = iter(leaves)
         args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
-        kind_of_device = self._device.type
-        autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
         self._of_calls[call] = UnitSample(
             call,
             module,
@@ -255,7 +256,7 @@ def _of_copies(item: Any, copies: dict[int, Any]) -> Any:
     return function
 
 
-def _size(value: ValueRecord) -> tuple[str, int, int | None]:
+def _outline(value: ValueRecord) -> tuple[str, int, int | None]:
     return value.name, value.nbytes, value.producer
 
 
@@ -277,7 +278,12 @@ def _copied(leaf: Any) -> Any:
 
 
 def _shapes(items: Any) -> tuple[Any, ...]:
+    """Return what tells calls apart: layers may branch on flags and words, and count with other numbers."""
     return tuple(
-        (shape_of(item), item.dtype, item.requires_grad) if isinstance(item, torch.Tensor) else type(item)
+        (shape_of(item), item.dtype, item.requires_grad)
+        if isinstance(item, torch.Tensor)
+        else item
+        if isinstance(item, (bool, str))
+        else type(item)
         for item in items
     )

@@ -59,7 +59,8 @@ def with_variants(
         _warn(profile, missing, "a copy of it cannot run by itself")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
-    failed: dict[int, tuple[str, list[int]]] = {}
+    failed: dict[int, list[str]] = {}
+    left_out: dict[str, list[int]] = {}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
         for kind, indices in of_kind.items():
 
@@ -68,17 +69,19 @@ def with_variants(
                 done()
 
             sample = samples[indices[0]]
-            if sample.first_alike in failed:  # Nor can the others of its kind, which would take as long to try.
-                failed[sample.first_alike][1].extend(indices)
+            reasons = failed.setdefault(sample.first_alike, [])
+            if len(reasons) > 1:  # After two of a kind, others would fail as well, and take as long.
+                left_out[reasons[0]] += indices
                 continue
             try:
                 variants, eager_s = _measured(sample, graphs[indices[0]], menus[kind], runs, note)
             except _CannotCompileError as error:
-                failed[sample.first_alike] = str(error), indices
+                reasons.append(str(error))
+                left_out.setdefault(reasons[-1], []).extend(indices)
                 continue
             for index in indices:
                 graphs[index] = replace(graphs[index], variants=variants, eager_s=eager_s)
-    for reason, indices in failed.values():
+    for reason, indices in left_out.items():
         _warn(profile, indices, reason)
     return replace(profile, graphs=tuple(graphs))
 

@@ -97,6 +97,22 @@ def test_what_cannot_run_again_with_the_writes_is_kept() -> None:
     assert (made.saved, made.backward) == ((total,), (6,))
 
 
+def test_an_op_does_not_run_again_beside_a_kept_result_that_was_written_to() -> None:
+    """Its second run would put the content from before the write in place of what is kept."""
+    variance, mean, written = range(len(JOINT.tensors), len(JOINT.tensors) + 3)
+    ops = (
+        JOINT.ops[0],
+        JointOp("aten.var_mean", "var_mean", reads=(EXP,), results=(variance, mean)),
+        JointOp("aten.mul_", "mul_", reads=(mean,), results=(written,), writes=(7,)),
+        JointOp("aten.sin", "sin", reads=(variance,), results=(SIN,)),
+        JointOp("aten.cos", reads=(TANGENT, variance), results=(COS,)),
+        JointOp("aten.mul", reads=(COS, written), results=(OUT,)),
+    )
+    joint = replace(JOINT, storages=(64,) * 8, tensors=(*JOINT.tensors, 6, 7, 7), ops=ops, num_forward=4)
+    made = cut(joint, lambda number, index: number == 2)
+    assert (made.saved, made.backward) == ((variance, written), (4, 5))
+
+
 def test_bytes_of_both() -> None:
     kept, dropped = (played_unit(GRAPH, frozenset(values), "cpu", is_chained=False) for values in ((), (1,)))
     # Beside the gradient that comes in: cos beside exp, and the gradient beside cos; both are gone at the end.
