@@ -66,6 +66,9 @@ def cut(joint: JointRecord, is_kept: IsKept) -> Cut:
             schedule = _scheduled(joint, _Forward(joint, is_kept, must_keep, run_between))
             break
         except _ReadsOldContentError as error:
+            if error.number in must_keep:  # It writes to memory that is none of its results.
+                func = joint.ops[error.number].func
+                raise UntraceableError(f"{func} reads what is written to afterwards, and would run again") from None
             if error.number in run_between:
                 must_keep.add(error.number)
             run_between[error.number] = None
