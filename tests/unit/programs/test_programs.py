@@ -113,6 +113,21 @@ def test_an_op_does_not_run_again_beside_a_kept_result_that_was_written_to() -> 
     assert (made.saved, made.backward) == ((variance, written), (4, 5))
 
 
+def test_an_op_that_writes_to_an_argument_and_returns_what_is_written_to_does_not_run_again() -> None:
+    result, written = range(len(JOINT.tensors), len(JOINT.tensors) + 2)
+    ops = (
+        JOINT.ops[0],
+        JointOp("own.fill", "fill", reads=(EXP,), results=(result,), writes=(EXP,)),
+        JointOp("aten.mul_", "mul_", reads=(result,), results=(written,), writes=(6,)),
+        JointOp("aten.sin", "sin", reads=(EXP,), results=(SIN,)),
+        JointOp("aten.cos", reads=(TANGENT, EXP), results=(COS,)),
+        JointOp("aten.mul", reads=(COS, written), results=(OUT,)),
+    )
+    joint = replace(JOINT, storages=(64,) * 7, tensors=(*JOINT.tensors, 6, 6), ops=ops, num_forward=4)
+    with pytest.raises(UntraceableError, match="^own.fill reads what is written to afterwards, and would run again$"):
+        cut(joint, lambda number, index: number == 2)
+
+
 def test_bytes_of_both() -> None:
     kept, dropped = (played_unit(GRAPH, frozenset(values), "cpu", is_chained=False) for values in ((), (1,)))
     # Beside the gradient that comes in: cos beside exp, and the gradient beside cos; both are gone at the end.
