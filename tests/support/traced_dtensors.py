@@ -221,7 +221,7 @@ def least_growth(way: str, plan: recollect.Plan) -> int:
     with recollect.apply(model, plan):
         for _ in range(3):
             step()
-        return min(recollect.measure_peak(step, device="cpu").peak_growth_bytes for _ in range(3))
+        return min(recollect.measure_peak(step, device="cpu").peak_growth_bytes for _ in range(8))
 
 
 def cases() -> Iterator[tuple[str, Any]]:
