@@ -68,7 +68,9 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             f"cannot plan {missing[0]!r} of {type(model).__name__}: it is the same module as one that stands before it. "
             "Name that one; its plan holds for every run of the module."
         )
-    return units
+    # An activation that all layers share, say: what it computes in a layer is the layer's.
+    inside = {id(part) for unit in units if unit.is_layer for part in unit.module.modules()}
+    return [unit for unit in units if unit.is_layer or id(unit.module) not in inside]
 
 
 def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:

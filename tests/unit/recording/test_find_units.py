@@ -36,6 +36,13 @@ class Holder(nn.Module):
             self.add_module(name, module)
 
 
+def test_a_module_that_layers_share_with_their_model_is_theirs() -> None:
+    act = nn.ReLU()
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4)) for _ in range(2))
+    model = nn.ModuleDict({"act": act, "layers": layers, "head": nn.Linear(4, 4)})
+    assert [unit.path for unit in find_units(model)] == ["layers.0", "layers.1", "head"]
+
+
 def test_layers_that_are_replicated_each_have_a_class_of_their_own() -> None:
     layers = nn.ModuleList(replicate(Block()) for _ in range(3))
     units = find_units(Holder(stem=nn.Linear(2, 2), layers=layers, head=nn.Linear(2, 2)), None)
