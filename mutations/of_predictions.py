@@ -180,7 +180,7 @@ MUTATIONS = (
         "usage-without-tape",
         "the time of a layer leaves out what watching its ops takes",
         "planning",
-        (("recompute_s=again_s + around_s,", "recompute_s=again_s,"),),
+        (("recompute_s=rerun_s + around_s,", "recompute_s=rerun_s,"),),
     ),
     Mutation(
         "blocks-rounded-down",

@@ -11,6 +11,10 @@ SLOT_ALIGNMENT = 64
 """Slots of copies begin at multiples of this many bytes."""
 
 
+def slot_bytes(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
 class SlotList:
     """Slots in one stretch of memory: each gets the first hole that it fits in.
 
@@ -39,7 +43,7 @@ class SlotList:
 
     def take(self, nbytes: int) -> int | None:
         """Return where a new slot of one byte or more begins; None if there is no room."""
-        size = -(-nbytes // self._alignment) * self._alignment
+        size = slot_bytes(nbytes, self._alignment)
         position = next((i for i, (begin, end) in enumerate(self._holes) if begin + size <= end), None)
         if position is None:
             return None

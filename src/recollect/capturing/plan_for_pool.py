@@ -85,7 +85,8 @@ def plan_for_pool(
             given_bytes = error.least_peak_bytes
             # It leaves fewer gaps in the pool than the leanest plan does.
             full = classic_plan(kept, "full").with_engine("graph" if engine == "graph" else "tape")
-            leanest = [planner_for(kept, engine=one).plan(given_bytes) for one in dict.fromkeys((engine, "tape"))]
+            on_tape = planner if engine == "tape" else planner_for(kept, engine="tape")
+            leanest = [one.plan(given_bytes) for one in dict.fromkeys((planner, on_tape))]
             found = min(map(within, [*leanest, full]), key=lambda one: one.total_bytes)
             if found.total_bytes > budget_bytes:
                 raise error.changed(

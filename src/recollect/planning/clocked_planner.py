@@ -15,8 +15,8 @@ from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.profile.events import WAIT
 from recollect.profile.profile import Profile
-from recollect.simulation.clocks import StepTimes, has_two_clocks, priced, step_times
-from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.clocks import StepTimes, has_two_clocks, plain_step_times, priced, step_times
+from recollect.simulation.decisions import decide
 from recollect.simulation.predicted import predicted_plan
 
 
@@ -29,7 +29,7 @@ class ClockedPlanner(Planner):
 
     def __init__(self, profile: Profile) -> None:
         self._recorded = profile
-        self._plain_times = step_times(profile, [CallActions()] * len(profile.calls))
+        self._plain_times = plain_step_times(profile)
         self._binds = float(_host_binds(self._plain_times))
         super().__init__(self._on_clock(self._binds))
 

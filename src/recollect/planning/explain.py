@@ -23,8 +23,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.programs.unit import again
-from recollect.programs.unit import again_s as traced_s
+from recollect.programs.unit import again_s, ops_again
 from recollect.simulation.copy_clock import waits_of
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
@@ -110,10 +109,10 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
         graph, decision = profile.graph_of(call), decisions[index]
         ops: Sequence[OpRecord] = reruns.get(index, ())
         # One after the other: `sum` rounds differently in newer Pythons.
-        again_s = reduce(add, map(graph.again_s, ops), 0.0)
+        rerun_s = reduce(add, map(graph.again_s, ops), 0.0)
         around_s = graph.watched_s(decision.watched) if index in on_tape else 0.0
         if decision.engine is EngineChoice.GRAPH:
-            ops, again_s = again(graph, decision.values.recomputed), traced_s(graph, decision.values.recomputed)
+            ops, rerun_s = ops_again(graph, decision.values.recomputed), again_s(graph, decision.values.recomputed)
             around_s = profile.host.traced_unit_s if profile.host else 0.0
         elif decision.variant >= 0:
             around_s = max(0.0, graph.variants[decision.variant].step_s - graph.variants[0].step_s)
@@ -128,7 +127,7 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
                 ),
                 generator_bytes=kept[index][GENERATOR],
                 recomputed=tuple(op.name for op in ops),
-                recompute_s=again_s + around_s,
+                recompute_s=rerun_s + around_s,
                 num_runs=call.num_runs,
             )
         )

@@ -4,7 +4,6 @@ Copies out go in the order in which values are made, so values of early layers l
 Copies back end just when the value is needed, or when the next one has to begin.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from recollect.simulation.copy_clock import Course, Journey, Link, course, journ
 from recollect.simulation.decisions import decide, keep_all_unit
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.windows import EdgeTable, edges
-from recollect.slots import SLOT_ALIGNMENT
+from recollect.slots import slot_bytes
 
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
@@ -67,9 +66,7 @@ class TripPlanner:
         return found
 
     def host_bytes(self, name: Name) -> int:
-        return sum(
-            SLOT_ALIGNMENT * math.ceil(nbytes_of(self._profile, key) / SLOT_ALIGNMENT) for key in self._keys[name]
-        )
+        return sum(slot_bytes(nbytes_of(self._profile, key)) for key in self._keys[name])
 
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
         """Return the plan with trips for some values, and the seconds that it waits for copies.

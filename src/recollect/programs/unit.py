@@ -36,7 +36,7 @@ def cut_unit(graph: UnitGraph, recomputed: frozenset[int]) -> Cut | None:
 
 
 @cache
-def again(graph: UnitGraph, recomputed: frozenset[int]) -> tuple[OpRecord, ...]:
+def ops_again(graph: UnitGraph, recomputed: frozenset[int]) -> tuple[OpRecord, ...]:
     """Return the ops that a traced unit runs again, in order."""
     joint, made = graph.joint, cut_unit(graph, recomputed)
     if joint is None or made is None:
@@ -49,7 +49,7 @@ def again(graph: UnitGraph, recomputed: frozenset[int]) -> tuple[OpRecord, ...]:
 @cache
 def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
     """Return the seconds of the ops that a traced unit runs again."""
-    return math.fsum(op.time_s for op in again(graph, recomputed))
+    return math.fsum(op.time_s for op in ops_again(graph, recomputed))
 
 
 @cache

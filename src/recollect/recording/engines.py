@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -39,7 +38,7 @@ from recollect.ranks.members import with_common_times
 from recollect.recording.fake_model import fake_run
 from recollect.recording.step_recorder import Costs
 from recollect.recording.unit_runs import ModelledRuns, UnitRuns
-from recollect.recording.unit_samples import UnitSample, num_hooks
+from recollect.recording.unit_samples import FailedKinds, UnitSample, num_hooks
 from recollect.recording.variants import with_variants
 
 if TYPE_CHECKING:
@@ -57,18 +56,14 @@ def with_joints(
     graphs = list(profile.graphs)
     repeated = sorted({c.graph for c in profile.calls if c.repeated and not graphs[c.graph].why_not_traced})
     found: dict[int, JointRecord | str] = {}
-    failed: defaultdict[int, list[str]] = defaultdict(list)
+    failed = FailedKinds()
     with stage("tracing units", total=len({id(samples.get(index)) for index in repeated})) as done:
         for index in repeated:
             sample = samples.get(index)
             if id(sample) not in found:
-                kind = -1 if sample is None else sample.first_alike
-                # After two of a kind, others would fail as well, and take as long.
-                joint = (
-                    failed[kind][0] if len(failed[kind]) > 1 else _traced(sample, graphs[index], profile, device, costs)
-                )
-                if isinstance(joint, str):
-                    failed[kind].append(joint)
+                joint = (sample and failed.reason(sample)) or _traced(sample, graphs[index], profile, device, costs)
+                if sample is not None and isinstance(joint, str):
+                    failed.note(sample, joint)
                 found[id(sample)] = joint
                 done()
             graphs[index] = _with_joint(graphs[index], found[id(sample)])

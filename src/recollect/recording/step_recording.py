@@ -41,8 +41,7 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, keys_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
-from recollect.simulation.clocks import has_two_clocks, step_times
-from recollect.simulation.decisions import CallActions
+from recollect.simulation.clocks import has_two_clocks, plain_step_times
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
@@ -307,8 +306,7 @@ class StepRecording:
             left_out = recorder.communicating if self._runs_samples else ()
             self.samples_of_graph = self._samples.of_graphs(made, left_out)
         if has_two_clocks(made):
-            plain = [CallActions()] * len(made.calls)
-            made = replace(made, step_s=step_times(made, plain).step_s)
+            made = replace(made, step_s=plain_step_times(made).step_s)
         return fold(made)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:

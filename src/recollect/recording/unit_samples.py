@@ -133,6 +133,22 @@ class UnitSample:
         return args, kwargs
 
 
+class FailedKinds:
+    """Why units of a kind cannot be traced, or compiled: after two of a kind others would fail as well, and take as long."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, list[str]] = {}
+
+    def note(self, sample: UnitSample, reason: str) -> str:
+        self._reasons.setdefault(sample.first_alike, []).append(reason)
+        return reason
+
+    def reason(self, sample: UnitSample) -> str:
+        """Return the first reason if two of the sample's kind have failed, else nothing."""
+        reasons = self._reasons.get(sample.first_alike, ())
+        return reasons[0] if len(reasons) > 1 else ""
+
+
 class UnitSamples:
     """Copies the inputs of one call of each kind of unit: the same class, parameters and arguments, by their shapes.
 

@@ -28,7 +28,7 @@ from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
 from recollect.progress import stage
 from recollect.recording.unit_runs import UnitRuns
-from recollect.recording.unit_samples import UnitSample
+from recollect.recording.unit_samples import FailedKinds, UnitSample
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def with_variants(
         _warn(profile, missing, "a copy of it cannot run by itself")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
-    failed: dict[int, list[str]] = {}
+    failed = FailedKinds()
     left_out: dict[str, list[int]] = {}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
         for kind, indices in of_kind.items():
@@ -69,15 +69,13 @@ def with_variants(
                 done()
 
             sample = samples[indices[0]]
-            reasons = failed.setdefault(sample.first_alike, [])
-            if len(reasons) > 1:  # After two of a kind, others would fail as well, and take as long.
-                left_out[reasons[0]] += indices
-                continue
-            try:
-                variants, eager_s = _measured(sample, graphs[indices[0]], menus[kind], runs, note)
-            except _CannotCompileError as error:
-                reasons.append(str(error))
-                left_out.setdefault(reasons[-1], []).extend(indices)
+            if not (reason := failed.reason(sample)):
+                try:
+                    variants, eager_s = _measured(sample, graphs[indices[0]], menus[kind], runs, note)
+                except _CannotCompileError as error:
+                    reason = failed.note(sample, str(error))
+            if reason:
+                left_out.setdefault(reason, []).extend(indices)
                 continue
             for index in indices:
                 graphs[index] = replace(graphs[index], variants=variants, eager_s=eager_s)

@@ -20,6 +20,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 from recollect.simulation.simulate import run
+from recollect.weak_map import WeakMap
 
 # Ops whose result's shape the host waits for.
 _WAITS: Final = ("nonzero", "masked_select", "unique")
@@ -47,6 +48,17 @@ def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
     run(playback)
     playback.repeat()
     return StepTimes(playback.host_s, playback.busy_s, max(playback.host_s, playback.device_s))
+
+
+_plain = WeakMap[StepTimes]()
+
+
+def plain_step_times(profile: Profile) -> StepTimes:
+    """Return the times of a step without a plan, played once for each profile."""
+    found = _plain.get(profile)
+    if found is None:
+        found = _plain[profile] = step_times(profile, [CallActions()] * len(profile.calls))
+    return found
 
 
 class _TwoClocks(ClockedPlayback):

@@ -8,9 +8,9 @@ from typing import Final
 
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.clocks import has_two_clocks, step_times
+from recollect.simulation.clocks import has_two_clocks, plain_step_times, step_times
 from recollect.simulation.copy_clock import Link, waits_of
-from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
 
 # Nine of ten measured slowdowns differ from the predicted one by no more than this part of the step, and of the slowdown
@@ -38,7 +38,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
     step_s, added_s = profile.step_s, simulation.recompute_s
     if has_two_clocks(profile):
         # Not the recorded seconds: those of a group are medians, each of its own.
-        step_s = step_times(profile, [CallActions()] * len(profile.calls)).step_s
+        step_s = plain_step_times(profile).step_s
         added_s = max(0.0, step_times(profile, decide(profile, plan)).step_s - step_s)
     slowdown = added_s / step_s if step_s > 0 else 0.0
     return replace(
