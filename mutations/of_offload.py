@@ -28,6 +28,12 @@ MUTATIONS = (
         (("step_s / playback.of_all_s", "step_s / playback.clock_s"),),
     ),
     Mutation(
+        "offloaded-on-one-clock",
+        "plans with host memory add the host's seconds to the device's, where that runs behind it",
+        "planning/planners.py",
+        (("ClockedOffloadPlanner if has_two_clocks(profile) else OffloadPlanner", "OffloadPlanner"),),
+    ),
+    Mutation(
         "copy-begins-at-once",
         "copies begin before the value, or the room for it, is there: rules 1 and 3",
         _OFFLOAD,

@@ -48,9 +48,9 @@ class ClockedPlanner(Planner):
         Raises:
             BudgetTooSmallError, QuantityError: as `recollect.plan`.
         """
-        found, times = self._timed(super().plan(budget))
-        if _host_binds(times) != self._binds:
-            other, its = self._timed(self._other.plan(budget))
+        found, times = self._timed(self._planned(budget, self._binds))
+        if (other_binds := _host_binds(times)) != self._binds:
+            other, its = self._timed(self._planned(budget, float(other_binds)))
             found, times = min((found, times), (other, its), key=lambda one: one[1].step_s)
         bound = self.bound_slowdown(found.budget_bytes or 0)
         found = replace(found, bound_slowdown=bound and min(bound, found.predicted_slowdown or 0.0))
@@ -75,6 +75,9 @@ class ClockedPlanner(Planner):
         if own is None:
             return None
         return max(0.0, self.profile.step_s * (1 + own) / self._plain_times.step_s - 1)
+
+    def _planned(self, budget: int | str, host_price: float) -> Plan:
+        return super().plan(budget) if host_price == self._binds else self._other.plan(budget)
 
     def _timed(self, plan: Plan) -> tuple[Plan, StepTimes]:
         times = step_times(self._recorded, decide(self._recorded, plan))

@@ -17,7 +17,7 @@ from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import longest_chain
-from recollect.planning.planners import OffloadPlanner, planner_for
+from recollect.planning.planners import planner_for
 from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -238,7 +238,7 @@ def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> P
     now = plan.predicted_slowdown or 0.0
 
     def saved(on: Profile, device_bytes: int, on_host_bytes: int) -> float:
-        found = OffloadPlanner(on, on_host_bytes, link_share=link_share).plan(device_bytes)
+        found = planner_for(on, on_host_bytes, link_share=link_share).plan(device_bytes)
         # A search may miss a plan that it found with less.
         return max(0.0, now - (found.predicted_slowdown or 0.0))
 

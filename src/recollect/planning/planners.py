@@ -13,7 +13,7 @@ recompute.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
@@ -21,7 +21,7 @@ from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import LowerBound, check_bound, host_bound
 from recollect.planning.choose import HOST_ADVICE, Planner
-from recollect.planning.clocked_planner import tape_planner
+from recollect.planning.clocked_planner import ClockedPlanner, tape_planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trace_planner import TracePlanner
 from recollect.planning.trips import HASTES, LINK_SHARE, TripPlanner, link_of
@@ -119,7 +119,8 @@ def planner_for(
     """
     host_bytes = parse_bytes(host_budget)
     if host_bytes:
-        return OffloadPlanner(profile, host_bytes, link_share=link_share)
+        make = ClockedOffloadPlanner if has_two_clocks(profile) else OffloadPlanner
+        return make(profile, host_bytes, link_share=link_share)
     if engine in ("auto", "graph"):
         return TracePlanner(profile, engine)
     return tape_planner(profile)
@@ -145,11 +146,19 @@ def _fastest(*found: _Found | None) -> _Found | None:
 class OffloadPlanner(Planner):
     """Plans one profile for any number of budgets, with host memory besides, for a part of the rate of the link to it.
 
+    Args:
+        profile: the step, on the clock whose seconds count.
+        host_bytes: the host's memory.
+        link_share: the part of the link's rate to plan for.
+        recorded: the step as recorded, which says when things happen, if it has two clocks: no bound is known then.
+
     Raises:
         PlanError: the profile does not know the link; or the share is not above 0 and at most 1.
     """
 
-    def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:
+    def __init__(
+        self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE, recorded: Profile | None = None
+    ) -> None:
         if not 0 < link_share <= 1:
             raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
         super().__init__(profile)
@@ -170,7 +179,8 @@ class OffloadPlanner(Planner):
         self._link = link
         self._program_with_edges = Program(profile, windows(profile), edges(profile))
         self._sums = PeakSums(self._program_with_edges)
-        self._timed_program = EveryEvent(profile, edges=self._program_with_edges.edges)
+        self._timed_program = EveryEvent(recorded or profile, edges=self._program_with_edges.edges)
+        self._is_bounded = recorded is None
         self._trip_planners: dict[str, TripPlanner] = {}
 
     @cached_property
@@ -179,9 +189,12 @@ class OffloadPlanner(Planner):
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
-        if self.profile.step_s <= 0 or not self.profile.calls or has_two_clocks(self.profile):
+        if self.profile.step_s <= 0 or not self.profile.calls or not self._is_bounded:
             return None
-        return self._host_bound.added_s(budget_bytes) / self.profile.step_s
+        return self._least_s(budget_bytes) / self.profile.step_s
+
+    def _least_s(self, budget_bytes: int) -> float:
+        return self._host_bound.added_s(budget_bytes) if self._is_bounded else 0.0
 
     def plan(self, budget: int | str) -> Plan:
         """Return the fastest plan found for a budget.
@@ -228,10 +241,7 @@ class OffloadPlanner(Planner):
 
     def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
         mixed = self._mixed(budget_bytes)
-        if (
-            mixed is not None
-            and mixed.added_s <= self._host_bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
-        ):
+        if mixed is not None and mixed.added_s <= self._least_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s:
             return mixed
         # If outputs are dropped or units run several times, the linear program knows less than the search for a budget.
         return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
@@ -332,7 +342,7 @@ class OffloadPlanner(Planner):
     def _finished(self, found: _Found, budget_bytes: int) -> Plan:
         simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
         made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
-        check_bound(self._host_bound.added_s(budget_bytes), found.added_s, budget_bytes)
+        check_bound(self._least_s(budget_bytes), found.added_s, budget_bytes)
         return replace(
             made,
             budget_bytes=budget_bytes,
@@ -344,3 +354,21 @@ class OffloadPlanner(Planner):
             host_wait_slowdown=found.wait_s / self.profile.step_s,
             note=self.profile.times_text,
         )
+
+
+class ClockedOffloadPlanner(ClockedPlanner):
+    """Plans a step that a device runs behind its host, with host memory besides: on the limiting clock."""
+
+    def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:
+        super().__init__(profile)
+        self._on = cache(
+            lambda host_price: OffloadPlanner(
+                self._on_clock(host_price), host_bytes, link_share=link_share, recorded=profile
+            )
+        )
+
+    def bound_slowdown(self, budget_bytes: int) -> None:
+        """Return None: copies may cross the link while either clock waits for the other."""
+
+    def _planned(self, budget: int | str, host_price: float) -> Plan:
+        return self._on(host_price).plan(budget)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from recollect.plans.trip import Trip
 from recollect.profile.events import OP, WORK, Key
 from recollect.profile.profile import Profile
+from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 from recollect.simulation.simulate import run
@@ -71,7 +72,9 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """
     profile = program.profile
     playback = ClockedPlayback(program, decisions)
-    step_s = profile.step_s + run(playback).recompute_s
+    recompute_s = run(playback).recompute_s
+    # Where a device runs behind its host, seconds of both do not add up.
+    step_s = step_times(profile, decisions).step_s if has_two_clocks(profile) else profile.step_s + recompute_s
     scale = step_s / playback.of_all_s if playback.of_all_s > 0 else 1.0
     return Course(
         program.edges,

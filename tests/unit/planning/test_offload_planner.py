@@ -11,7 +11,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.frontier import prices
-from recollect.planning.planners import OffloadPlanner
+from recollect.planning.planners import OffloadPlanner, planner_for
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -136,11 +136,16 @@ def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> N
     assert "Or let part" not in str(none_fits.value)
 
 
-def test_no_bound_is_known_where_a_device_runs_behind_its_host() -> None:
-    """Only one of the two clocks is bounded."""
-    profile = linked(on_host(stack(2), HostTimes(forward_op_s=0.01, unit_s=0.3, again_op_s=0.1)), 1.0)
-    plan = OffloadPlanner(profile, MANY_BYTES).plan("90%")
-    assert plan.predicted_slowdown and plan.bound_slowdown is None
+@pytest.mark.parametrize(("op_s", "budget"), [(0.5, "60%"), (0.05, "70%"), (1e-3, "90%")])
+def test_plans_by_the_limiting_clock_where_a_device_runs_behind_its_host(op_s: float, budget: str) -> None:
+    """Its slowdown is that of both clocks, of which no bound is known."""
+    profile = linked(on_host(stack(4), HostTimes(op_s, op_s, unit_s=op_s / 5, again_op_s=op_s)), 1e4)
+    planner = planner_for(profile, MANY_BYTES)
+    plan = planner.plan(budget)
+    assert plan.offloads and (plan.predicted_peak_bytes or 0) <= (plan.budget_bytes or 0)
+    assert plan.predicted_slowdown == predicted_plan(profile, plan).predicted_slowdown
+    assert plan.predicted_slowdown < (recollect.plan(profile, budget).predicted_slowdown or 0.0)
+    assert plan.bound_slowdown is None and planner.bound_slowdown(1) is None
     assert recollect.frontier(profile, MANY_BYTES).bound == ()
 
 
