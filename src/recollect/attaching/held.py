@@ -251,10 +251,11 @@ class CallWatch:
         # What has been allocated since the last count may be the loop's data, or this package's records and plans.
         seems_held = self._begin - self._other_bytes - planned.held_before
         may_count = self._num_counts < _ALWAYS_READ or time.perf_counter() > self._next_count_s
-        if not may_count or seems_held <= max(planned.more_bytes, _GROWTH_BYTES):
+        more_bytes = max(planned.more_bytes, _GROWTH_BYTES)
+        if not may_count or seems_held <= more_bytes:
             return 0
         begin_s = time.perf_counter()
-        now = tensor_bytes(self._device)
+        now = tensor_bytes(self._device, enough_bytes=planned.held_before + more_bytes)
         self._begin = held_now(self._device) or 0
         self._other_bytes = self._begin - now
         self._num_counts += 1

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from recollect.measuring.deaths import allocated_storages
+from recollect.measuring.deaths import allocated_storages, is_of_the_allocator, reachable_storages
 from recollect.measuring.meter import storage_bytes
 
 # PyTorch's CPU allocator raises a plain RuntimeError with this text.
@@ -83,11 +83,15 @@ def held_now(device: torch.device) -> int | None:
     return int(info.uordblks + info.hblkhd)
 
 
-def tensor_bytes(device: torch.device) -> int:
-    """Return the bytes of all tensors; on the CPU of those that Python can reach, after a look at each object there is."""
+def tensor_bytes(device: torch.device, *, enough_bytes: int = 0) -> int:
+    """Return the bytes of all tensors; on the CPU of those that Python can reach, after a look at each object there is.
+
+    Garbage in cycles counts if they take no more than `enough_bytes` with it; else it is collected first.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return sum(storage.nbytes() for storage in allocated_storages())
+    with_garbage = sum(storage.nbytes() for storage in reachable_storages() if is_of_the_allocator(storage))
+    return with_garbage if with_garbage <= enough_bytes else sum(storage.nbytes() for storage in allocated_storages())
 
 
 @lru_cache(maxsize=1)

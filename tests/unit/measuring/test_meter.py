@@ -1,5 +1,6 @@
 """The meter is exact: each expected number of bytes is worked out by hand."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,20 @@ def test_asking_the_allocator_takes_next_to_nothing() -> None:
     device_memory._mallinfo.cache_clear()
     asked = measure_peak(lambda: device_memory.held_now(torch.device("cpu")), device="cpu", baseline_bytes=0)
     assert asked.peak_bytes <= 4 * KIB
+
+
+def test_garbage_is_collected_where_tensors_would_take_too_much_with_it() -> None:
+    cpu, num_bytes = torch.device("cpu"), 2**22
+    before = device_memory.tensor_bytes(cpu)
+    gc.disable()
+    try:
+        cycle: list[object] = [zeros(num_bytes)]
+        cycle.append(cycle)
+        del cycle
+        assert device_memory.tensor_bytes(cpu, enough_bytes=before + 2 * num_bytes) >= before + num_bytes
+        assert device_memory.tensor_bytes(cpu, enough_bytes=before) < before + num_bytes
+    finally:
+        gc.enable()
 
 
 def test_known_allocations_to_the_byte() -> None:
