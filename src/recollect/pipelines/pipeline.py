@@ -21,6 +21,7 @@ from recollect.pipelines.schedule import (
 from recollect.plans.plan import Plan
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
+from recollect.simulation.clocks import added_s, has_two_clocks
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
@@ -135,12 +136,12 @@ class RecordedPieces:
         if key not in self._added:
             profile = parts.profile
             decisions = decide(profile, plan)
-            whole_s = parts.sums.peaks(decisions).recompute_s
-            first_s = 0.0
+            is_clocked, first_s = has_two_clocks(profile), 0.0
+            whole_s = added_s(profile, decisions) if is_clocked else parts.sums.peaks(decisions).recompute_s
             if parts.parts[INPUT]:
                 begun = (*parts.parts[FORWARD], *parts.parts[INPUT])
                 first = replace(profile, log=StepLog(begun))
-                first_s = simulate(first, decisions).recompute_s
+                first_s = added_s(first, decisions) if is_clocked else simulate(first, decisions).recompute_s
             self._added[key] = plan, (first_s, max(0.0, whole_s - first_s))
         return self._added[key][1]
 

@@ -61,6 +61,11 @@ def plain_step_times(profile: Profile) -> StepTimes:
     return found
 
 
+def added_s(profile: Profile, decisions: Sequence[CallActions]) -> float:
+    """Return the seconds that a plan adds to a step with two clocks."""
+    return max(0.0, step_times(profile, decisions).step_s - plain_step_times(profile).step_s)
+
+
 class _TwoClocks(ClockedPlayback):
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         # Ops rerun in a traced unit are rerun on the tape, too.

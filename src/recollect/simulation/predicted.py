@@ -8,7 +8,7 @@ from typing import Final
 
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.clocks import has_two_clocks, plain_step_times, step_times
+from recollect.simulation.clocks import added_s, has_two_clocks, plain_step_times
 from recollect.simulation.copy_clock import Link, waits_of
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
@@ -35,12 +35,11 @@ def predicted_plan(profile: Profile, plan: Plan) -> Plan:
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    step_s, added_s = profile.step_s, simulation.recompute_s
+    step_s, more_s = profile.step_s, simulation.recompute_s
     if has_two_clocks(profile):
         # Not the recorded seconds: those of a group are medians, each of its own.
-        step_s = plain_step_times(profile).step_s
-        added_s = max(0.0, step_times(profile, decide(profile, plan)).step_s - step_s)
-    slowdown = added_s / step_s if step_s > 0 else 0.0
+        step_s, more_s = plain_step_times(profile).step_s, added_s(profile, decide(profile, plan))
+    slowdown = more_s / step_s if step_s > 0 else 0.0
     return replace(
         plan,
         predicted_peak_bytes=simulation.peak_bytes,

@@ -18,7 +18,10 @@ from recollect.pipelines.schedule import PipelineSchedule
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
+from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
+from recollect.simulation.predicted import predicted_plan
+from two_clocks import on_host
 
 SHAPE = (32, 64)
 MICRO_BATCHES = 8
@@ -215,6 +218,15 @@ def test_few_micro_batches_say_what_all_of_them_do(profiles: list[Profile], kind
     # With a plan for each micro-batch, all of them are counted.
     few, whole = pipeline.peaks_bytes(plans), pipeline.peaks_bytes([[plan] * 16 for plan in plans])
     assert all(0 <= a - b <= 2 * 32 * 64 * 4 for a, b in zip(few, whole, strict=True))
+
+
+def test_slowdowns_are_of_both_clocks_where_a_device_runs_behind_its_host(profiles: list[Profile]) -> None:
+    clocked = [on_host(profile, HostTimes(1e-6, 1e-6, unit_s=5e-6, again_op_s=5e-6)) for profile in profiles[:2]]
+    stages = [clocked[0], *[clocked[1]] * 3]
+    plans = [recollect.classic_plan(profile, "full") for profile in stages]
+    found = recollect.predict_pipeline(stages, SCHEDULES["1F1B"], plans)
+    expected = [predicted_plan(*both).predicted_slowdown for both in zip(stages, plans, strict=True)]
+    assert found.slowdowns == pytest.approx(expected)
 
 
 def test_outputs_that_leave_no_room_are_named(profiles: list[Profile]) -> None:
