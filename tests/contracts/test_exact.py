@@ -47,7 +47,14 @@ def without_a_plan(name: str) -> Step:
 # First, as the recorder looks at all objects, and what the others compare with stays.
 @pytest.mark.filterwarnings("ignore:recollect")
 @pytest.mark.parametrize(
-    "name", ["random relu in place", "weight assigned as data", "statistics made", "sparse weight"]
+    "name",
+    [
+        "random relu in place",
+        "weight assigned as data",
+        "statistics made",
+        "sparse weight",
+        "function that fills slices",
+    ],
 )
 def test_recorded(name: str) -> None:
     """The recorder copies what is saved, unless autograd reads what is written to it afterwards."""

@@ -787,6 +787,29 @@ class KernelSine(torch.autograd.Function):
         return gradient * x.cos() + 0 * output
 
 
+class Assigned(torch.autograd.Function):
+    """Fills a slice of a buffer past the version counter, as torchdiffeq's adaptive solvers do with their stages."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, value: Tensor, index: int) -> Tensor:
+        ctx.index = index
+        buffer.data[index] = value
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient[ctx.index], None
+
+
+def _stages_assigned(self: Any, x: Tensor) -> Tensor:
+    """Reads the slices that are filled, between fillings."""
+    stages, now = torch.empty(3, 4, WIDTH), x
+    for index in range(3):
+        stages = Assigned.apply(stages, self.first(now).sin(), index)
+        now = x + stages[: index + 1].sum(0)
+    return now
+
+
 class InPlaceDouble(torch.autograd.Function):
     """Writes into its argument behind PyTorch's back, and says so to autograd."""
 
@@ -958,6 +981,7 @@ units(
         "function": lambda self, x: Double.apply(self.first(x)).square(),
         "function that writes to its result": lambda self, x: WrittenDouble.apply(self.first(x)).square(),
         "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
+        "function that fills slices": _stages_assigned,
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
         "function that reshapes in place": lambda self, x: UnsqueezedDouble.apply(self.first(x)).squeeze(1).square(),
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),

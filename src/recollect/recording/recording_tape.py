@@ -1,6 +1,7 @@
 """The recording tape: it drops values as a lean policy says, and reports to a `StepRecorder`."""
 
 import sys
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -182,28 +183,26 @@ class _RecordingMode(FunctionMode):
         self._function_mark = Mark(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self.recorder
+        recorder, kwargs = self.recorder, kwargs or {}
         recorder.pending_stem = ""  # The tape's own ops (a private copy before a write) have no name.
         index = None if self.is_foreign() else recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
+        facts = facts_of(func)
         if index is not None and not recorder.is_recomputing:
-            facts = facts_of(func)
             recorder.calls[index].seen_ops[self.scope] += 1
             if facts.changes_storage:
                 recorder.calls[index].watched_modules.add(self.scope)
             if facts.is_lazy:
                 recorder.keep(args[:1])
-            for position in facts.updated_by(args):
-                tracker = tracker_of(storage_of(args[position]))
-                if isinstance(tracker, Tracked):
-                    tracker.forget_copy()
+            _forget_copies(args[position] for position in facts.updated_by(args))
             if facts.writes and not torch.is_grad_enabled():
                 recorder.keep(facts.written_by(args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.tape.is_kept_op = False
         if index is not None:
+            _forget_copies(facts.written_by(args, kwargs))
             for op in recorder.calls[index].ops[num_ops:]:
-                self._mark_results(index, op, facts_of(func), args, output)
+                self._mark_results(index, op, facts, args, output)
         return output
 
     def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
@@ -269,6 +268,7 @@ class _RecordingMode(FunctionMode):
             _warn_of_kept(run.function.__name__, run.kept_because)
         # After an unseen write, the tape no longer has a recipe for them.
         self.recorder.keep(run.wrote_unseen)
+        _forget_copies(run.wrote_unseen)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         recorder = self.recorder
@@ -324,6 +324,13 @@ class _RecordingMode(FunctionMode):
         elif (index := recorder.value_index(storage)) is not None:
             recorder.log(events.SAVE, saver, index, handle.open(recorder, saver), saver)
         return True
+
+
+def _forget_copies(written: Iterable[torch.Tensor]) -> None:
+    """Make new copies for the next readers: a write need not have raised the version."""
+    for tracker in map(tracker_of, map(storage_of, written)):
+        if isinstance(tracker, Tracked):
+            tracker.forget_copy()
 
 
 @cache

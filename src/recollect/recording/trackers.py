@@ -121,7 +121,6 @@ class Tracked:
         self._copied_content = (-1, -1)
 
     def forget_copy(self) -> None:
-        """Make a new copy for the next caller: an op changes the content without raising the version."""
         self._copy = None
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
