@@ -71,7 +71,7 @@ def test_mtp_uniform() -> None:
     config = NAMED_CONFIGS["deepseek-v3-tiny"]
     model, batch, profile = built(config)
     plan = megatron_plan(profile, RecomputeConfig(**FULL), TrainingSetting.of(config))
-    assert plan.units["mtp.layers.0"].recomputes_anything
+    assert plan.units["mtp.layers.0"].recomputes_anything and plan.units["mtp.layers.0"].output == "keep"
     assert_exact_and_leaner(model, batch, plan)
 
 

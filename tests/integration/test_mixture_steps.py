@@ -1,7 +1,5 @@
 """Steps of Mixtral and DeepSeek-V3 under plans: the same bits, the same routes, with everything that draws
 random numbers, counts or adds to the loss switched on.
-
-Single modules that run again are in `test_megatron_gradients.py`.
 """
 
 import dataclasses
@@ -13,11 +11,12 @@ import torch
 from torch import Tensor
 
 import recollect
-from gradients import gradients
+from gradients import assert_same_gradients, gradients
 from policies import NOTHING_KEPT
 from predictions import LEAN_LOOP, classic_peaks
 from recollect.applying import apply_policy
 from recollect.errors import RecordError
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -128,3 +127,15 @@ def test_a_budget_holds(case: str) -> None:
     assert report.gradients_equal
     assert report.plan_peak_bytes <= (plan.budget_bytes or 0)
     assert report.plan_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+
+
+def test_two_depths_are_counted_apart_from_the_decoder() -> None:
+    """Each depth is a unit then; four layers are still four."""
+    model, batch = model_of("deepseek-v3", num_layers=4, moe_layer_freq=(0, 1, 1, 1), mtp_num_layers=2), batch_of()
+    uniform = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
+    plan = megatron_plan(recollect.record(model, batch), uniform, TrainingSetting.of(model.config))
+    dropped = [path for path, unit in plan.units.items() if unit.output == "recompute"]
+    assert dropped == [f"decoder.layers.{i}" for i in range(3)] and plan.units["mtp.layers.1"].recomputes_anything
+    expected = gradients(model, batch, loss_of)
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, batch, loss_of))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +17,9 @@ from engines import traced
 from gradients import assert_same_gradients, gradients
 from policies import FEW_PLANS, FULL, Policy
 from predictions import LEAN_LOOP
-from rank_programs import run_on_ranks, tensor_parallel
 from recollect.applying import apply_policy
 from recollect.engine.content import has_same_bits
 from recollect.errors import ConfigWarning, MutatedValueError
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
-def test_tensor_parallel_by_dtensor(tmp_path: Path) -> None:
-    for rank in run_on_ranks(tensor_parallel, tmp_path):
-        for way in ("full", "nothing-kept", "random", "traced"):
-            assert_same_gradients(rank["plain"]["gradients"], rank[way]["gradients"])
-        assert rank["full"]["kept bytes"] < rank["plain"]["kept bytes"]
-        assert set(rank["traced"]["why not"]) == {""}
 
 
 def _step(model: Stack, data: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -126,30 +126,6 @@ def fully_sharded() -> dict[str, Any]:
     return outcome
 
 
-def tensor_parallel() -> dict[str, Any]:
-    """Gradients of each way where the blocks' linear layers are split over the ranks, as DTensors."""
-    mesh = init_device_mesh("cpu", (RANKS,))
-    outcome: dict[str, Any] = {}
-    for name, way in WAYS.items():
-        model = built(lambda: Stack(dropout=0.1))
-        for block in model.blocks:
-            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        torch.manual_seed(100)
-        data = torch.randn(4, 16)
-        with way(model) as handle:
-            for _ in range(2):
-                model.zero_grad()
-                torch.manual_seed(7)
-                model(data).square().mean().backward()
-            found = _gradients(model)
-            with Watch() as watch:
-                output = model(data)
-                kept_bytes = watch.live_bytes()
-                del output
-        outcome[name] = {"gradients": found, "kept bytes": kept_bytes, "why not": _why_not(handle)}
-    return outcome
-
-
 def replayed_collectives() -> dict[str, Any]:
     """Gradients where all ranks run collectives again under one plan, and the error where one rank has another plan."""
     mesh = init_device_mesh("cpu", (RANKS,))

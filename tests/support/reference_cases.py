@@ -12,14 +12,8 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from zoo import Case
 
-# What Megatron's selective recompute can name in them. DeepSeek has one dense layer, three with experts, and one that predicts
-# the token after the next.
-MODULES_OF_SIZE = {
-    "gpt-tiny": ("core_attn", "mlp", "layernorm"),
-    "llama-tiny": ("core_attn", "mlp", "layernorm"),
-    "mixtral-tiny": ("core_attn", "moe", "moe_act", "layernorm"),
-    "deepseek-v3-tiny": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
-}
+# DeepSeek has one dense layer, three with experts, and one that predicts the token after the next.
+SIZES = ("gpt-tiny", "llama-tiny", "mixtral-tiny", "deepseek-v3-tiny")
 FURTHER: dict[str, dict[str, Any]] = {
     "mixtral-tiny loop": {"moe_grouped_gemm": False, "moe_layer_freq": 2, "add_bias_linear": True},
     "mixtral-tiny sequence loss": {"core_attention": "unfused", "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -50,7 +44,7 @@ def reference_case(name: str, changes: dict[str, Any], dtype: torch.dtype = torc
 REFERENCE_CASES = {
     **{
         f"{size} {core}": reference_case(f"{size} {core}", {"core_attention": core})
-        for size in MODULES_OF_SIZE
+        for size in SIZES
         for core in ("fused", "unfused")
     },
     **{name: reference_case(name, changes) for name, changes in FURTHER.items()},
