@@ -277,22 +277,6 @@ def test_gradients_alive_in_forward_are_foreseen_by_zero_grad_or_recorded_once_m
     assert repeated.budget_bytes == attached.budget_bytes == int(0.95 * repeated.plain_peak_bytes)
 
 
-def test_a_closure_that_the_optimizer_calls() -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> None:
-        torch.manual_seed(3)
-        for batch in batches((32,) * 3):
-
-            def closure(batch: dict[str, Tensor] = batch) -> Tensor:
-                optimizer.zero_grad()
-                loss: Tensor = model(**batch).loss
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-
-    assert run_both(run).plan is not None
-
-
 def test_two_models_with_two_optimizers() -> None:
     def run(attach: bool) -> tuple[list[nn.Module], Attached | None]:
         torch.manual_seed(0)
@@ -432,18 +416,6 @@ def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is(
     optimizer.zero_grad()
     train(model, optimizer, [third])
     assert attached.recorded_steps == [2]
-
-
-def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
-    model, optimizer, attached = attached_to(words)
-    first, second = batches((32, 32))
-    with pytest.raises((ValueError, RuntimeError)):
-        model(input_ids=first["input_ids"], labels=first["labels"][:, :3])
-    with pytest.raises(ValueError, match="stop"):
-        raise ValueError("stop") if model(**first).loss.requires_grad else AssertionError
-    train(model, optimizer, [second, second])
-    assert attached.recorded_steps == [0] and attached.num_steps == 2
-    attached.remove()
 
 
 def test_messages() -> None:

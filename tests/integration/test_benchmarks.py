@@ -79,6 +79,11 @@ PROGRAMS = {
         "in the median",
     ),
     "claims": ("--parts modelled --models 'Llama 7B at 2048, fused'", ("saved",), ""),
+    "training_losses": (
+        "--models deepseek-v3-tiny --num-steps 3",
+        ("equal_losses", "equal_weights"),
+        "| deepseek-v3-tiny | budget | 3 of 3 | equal |",
+    ),
     "loss_chunks": (
         "--vocab-sizes 2048 --hidden-size 32 --seq-length 64 --threads 1 --minutes 0 --least-rounds 1",
         ("peak", "gradients_off_by", "time_over_one_piece", "loss_logits_time"),

@@ -1,6 +1,5 @@
-"""Megatron's settings against their own recompute, and in training: peaks, ops, losses and weights."""
+"""Megatron's settings against their own recompute: peaks and ops."""
 
-import csv
 import importlib.util
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 import recollect
-from forked_processes import run_forked
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from tiers import long_but
 from watch import Watch
@@ -83,28 +81,3 @@ def test_megatrons_own_model_peaks_no_higher_than_under_its_own_settings() -> No
     behind = "{} | {'same setting': [], 'same peak': []}"
     rows = [f"none | False | {behind}", f"full uniform 1 | True | {behind}", f"selective moe_act | True | {behind}"]
     assert [line for line in done.stdout.splitlines() if " | " in line] == rows
-
-
-TRAINED = {
-    "gpt-tiny": ("core_attn", "mlp", "layernorm"),
-    "llama-tiny": ("core_attn", "mlp", "layernorm"),
-    "mixtral-tiny": ("core_attn", "moe", "moe_act", "layernorm"),
-    "deepseek-v3-tiny": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
-}
-
-
-@pytest.mark.long
-def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    """With AdamW, dropout and balancing of experts; results/training_losses.csv is of 300 steps."""
-    num_steps = 6
-    flags = ["--models", *TRAINED, "--num-steps", str(num_steps), "--out", str(tmp_path)]
-    done = run_forked(BENCHMARKS / "training_losses.py", *flags)
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "training_losses.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for metric, expected in (("equal_losses", num_steps), ("equal_weights", 1)):
-        found = {row["contestant"]: int(row["value"]) for row in rows if row["metric"] == metric}
-        assert set(found.values()) == {expected}, found
-        for name, modules in TRAINED.items():
-            # full twice, each module, all modules, and a budget
-            assert sum(contestant.startswith(f"{name} / ") for contestant in found) == 2 + len(modules) + 1 + 1

@@ -71,8 +71,6 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "TP2 SP CP2 EP4 ETP1 experts": {**TENSOR, **CONTEXT, **WHOLE, "expert_model_parallel_size": 4},
 }
 LAYOUTS = ON_TWO | ON_FOUR
-# The first is below the least possible peak without parts.
-LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
 # Validation batches that do not divide over two ranks; after the second step, so that they see what that one changed.
 STEPS: dict[str, Any] = {"steps": 2, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
 
@@ -150,17 +148,6 @@ def layout(folder: Path, name: str) -> dict[str, Any]:
     # Of a model with experts, weights are more of what it needs.
     budget = "97%" if "experts" in name else "92%"
     return {"plain": plain, "planned": trained(settings(folder, f"{name} p", **flags, memory_budget=budget))}
-
-
-def parts(folder: Path) -> dict[str, Any]:
-    """Hold parts of values: of the inputs of layers under full recompute, and where a plan for a small budget says so."""
-    recompute = RecomputeConfig(**FULL, distribute_saved_activations=True)
-    full = settings(folder, "parts full", parallel=TENSOR, recompute=recompute)
-    found = {"full": trained(full)}
-    for name, budget in LITTLE.items():
-        flags = {"memory_budget": budget, "distribute_saved_activations": True}
-        found[name] = trained(settings(folder, f"parts {name}", parallel=LAYOUTS[name], **flags))
-    return found
 
 
 def parts_of_stages(folder: Path) -> dict[str, Any]:
@@ -303,8 +290,6 @@ PARTIAL = (
 def run(name: str, folder: Path) -> dict[str, Any]:
     if name in LAYOUTS:
         return layout(folder, name)
-    if name == "held parts":
-        return parts(folder)
     if name == "chunks of stages":
         return chosen_chunks(folder)
     if name == "held parts of stages":
