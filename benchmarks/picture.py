@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import PLAIN, falling
-from recollect.pictures.png import Mark, place_labels
+from labels import Mark, place_labels
 from recollect.pictures.style import CLASSIC, INK, OURS, new_figure, save_png, set_title
 from results_csv import Number
 

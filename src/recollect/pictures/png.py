@@ -1,12 +1,10 @@
-"""Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other.
+"""Draw PNG pictures: the frontier, and the memory of one plan over time.
 
 Without matplotlib, or where the file cannot be written, drawing raises `RecollectError`.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +40,10 @@ _SHORTEST_UNIT_FRACTION = 0.004
 _UNIT_SHADES = ("#5b7fa6", "#9db8d6")
 _MOST_ITEMS = 6
 _LONGEST_NAME = 32
+# Of classic schedules.
+_MARKERS = "D^P*Xvhp"
 # Left, bottom, width and height, as fractions of the figure; the legends are to the right.
 _MEMORY_PLACE = (0.055, 0.175, 0.67, 0.715)
-
-# Candidate offsets of a label from its mark, in points, best first.
-_OFFSETS = [
-    (side * x, y, "left" if side > 0 else "right")
-    for y in (6, -12, 16, -22, 27, -33, 38, -44)
-    for side in (1, -1)
-    for x in (7, 2, 16)
-]
-_MARK_RADIUS = 9
-_LINE_RADIUS = 2
-# A label farther from its mark, in pixels, gets a line to it.
-_FAR = 14
-# Costs in square pixels of overlap: labels outside of the axes are cut off, labels nearest to a different mark mislead.
-_OUTSIDE_COST = 1e6
-_MISLEADING_COST = 300
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A data point and its label; none if the name is empty."""
-
-    x: float
-    y: float
-    name: str = ""
-    color: str = "#333333"
 
 
 def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
@@ -80,10 +55,10 @@ def frontier_figure(profile: Profile | None, frontier: Frontier) -> Any:
     """Return the figure of `draw_frontier`; without a profile, its title names no model."""
     figure, axes = new_figure(9.5, 5.4)
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
-    plans = [Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown) for point in frontier.points]
+    peaks = [point.peak_bytes / unit_bytes for point in frontier.points]
     axes.plot(
-        [mark.x for mark in plans],
-        [mark.y for mark in plans],
+        peaks,
+        [100 * point.slowdown for point in frontier.points],
         color=OURS,
         linewidth=2.2,
         marker="o",
@@ -91,13 +66,11 @@ def frontier_figure(profile: Profile | None, frontier: Frontier) -> Any:
         label="recollect",
         zorder=4,
     )
-    named = [
-        Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown, point.name, CLASSIC)
-        for point in classics_of(frontier)
-    ]
-    axes.plot([m.x for m in named], [m.y for m in named], "D", color=CLASSIC, markersize=6, label="classic schedules")
-    plain = Mark(frontier.plain_peak_bytes / unit_bytes, 0.0, "keep all", INK)
-    axes.plot(plain.x, plain.y, "s", color=INK, markersize=7, zorder=5)
+    for point, marker in zip(classics_of(frontier), itertools.cycle(_MARKERS), strict=False):
+        peaks.append(point.peak_bytes / unit_bytes)
+        axes.plot(peaks[-1], 100 * point.slowdown, marker, color=CLASSIC, markersize=7, label=point.name, zorder=5)
+    plain = frontier.plain_peak_bytes / unit_bytes
+    axes.plot(plain, 0.0, "s", color=INK, markersize=7, label="keep all", zorder=5)
     name, note = ("Model", "") if profile is None else (profile.model_class or "Model", describe_profile(profile))
     set_title(axes, f"{name}: every memory budget and what it costs", note)
     axes.set_xlabel(f"predicted peak of the step ({unit})", color=INK)
@@ -105,11 +78,9 @@ def frontier_figure(profile: Profile | None, frontier: Frontier) -> Any:
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.margins(x=0.1, y=0.12)
     axes.set_ylim(bottom=min(0.0, -0.02 * axes.get_ylim()[1]))
-    stretch = plain.x - plans[0].x
-    axes.set_xlim(left=min(mark.x for mark in [*plans, *named]) - _LEFT_FRACTION * stretch)
+    axes.set_xlim(left=min(peaks) - _LEFT_FRACTION * (plain - peaks[0]))
     _draw_bound(axes, frontier, unit_bytes)
     axes.legend(frameon=False, loc="best", fontsize=9.5)
-    place_labels(figure, axes, [*named, plain], [plans])
     return figure
 
 
@@ -259,72 +230,3 @@ def _legend(axes: Any, found: Timeline) -> None:
             text.append(f"{format_bytes(rest_bytes):>9}  in {len(items) - _MOST_ITEMS} others")
         style = {"fontsize": 7, "family": "monospace", "color": INK, "va": "bottom", "parse_math": False}
         axes.text(1.015, 0.0, "\n".join(["of the values", *text]), transform=axes.transAxes, **style)
-
-
-def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[Sequence[Mark]] = ()) -> None:
-    """Write the marks' names where there is room, on a figure with its final layout; `lines` are not covered either."""
-    figure.canvas.draw()
-    figure.set_layout_engine("none")  # labels must not change the layout
-    renderer = figure.canvas.get_renderer()
-    at = {mark: axes.transData.transform((mark.x, mark.y)) for mark in {*marks, *itertools.chain(*lines)}}
-    named = [mark for mark in marks if mark.name]
-    legend = axes.get_legend()
-    taken = [] if legend is None else [legend.get_window_extent(renderer)]
-    taken += [text.get_window_extent(renderer) for text in axes.texts]
-    taken += [_around(at[mark][0], at[mark][1], _MARK_RADIUS) for mark in marks]
-    taken += [_around(x, y, _LINE_RADIUS) for line in lines for x, y in _between([at[corner] for corner in line])]
-    for mark in sorted(named, key=lambda m: (m.x, m.y)):
-        style = {"textcoords": "offset points", "fontsize": 9, "color": mark.color, "zorder": 6}
-        text = axes.annotate(mark.name, (mark.x, mark.y), xytext=(0, 0), **style)
-        costs = []
-        for rank, offset in enumerate(_OFFSETS):
-            box = _moved(text, offset, renderer)
-            nearest = min(named, key=lambda other: _distance(box, at[other]))
-            cost = rank + sum(_shared_area(box, other) for other in taken)
-            is_outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
-            costs.append(cost + _OUTSIDE_COST * is_outside + _MISLEADING_COST * (nearest is not mark))
-        taken.append(_moved(text, _OFFSETS[costs.index(min(costs))], renderer))
-        _join(axes, mark, at[mark], taken[-1])
-
-
-def _moved(text: Any, offset: tuple[int, int, str], renderer: Any) -> Any:
-    """Move a label to an offset from its mark; return the box that it takes up there."""
-    right, up, align = offset
-    text.set(position=(right, up), ha=align)
-    return text.get_window_extent(renderer)
-
-
-def _join(axes: Any, mark: Mark, point: Any, box: Any) -> None:
-    """Draw a line from a mark to its label if they are far apart."""
-    from matplotlib.lines import Line2D
-
-    if _distance(box, point) <= _FAR:
-        return
-    end = (min(max(point[0], box.x0), box.x1), min(max(point[1], box.y0), box.y1))
-    x, y = axes.transData.inverted().transform(end)
-    axes.add_artist(Line2D([mark.x, x], [mark.y, y], color=mark.color, linewidth=0.6, zorder=5))
-
-
-def _around(x: float, y: float, radius: float) -> Any:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_extents(x - radius, y - radius, x + radius, y + radius)
-
-
-def _between(points: Sequence[Any]) -> list[tuple[float, float]]:
-    """Return points along a line, a few pixels apart."""
-    found = []
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        steps = 1 + int(max(abs(x1 - x0), abs(y1 - y0)) / 4)
-        found += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps)]
-    return found
-
-
-def _distance(box: Any, point: Any) -> float:
-    x, y = point
-    return math.hypot(max(box.x0 - x, 0.0, x - box.x1), max(box.y0 - y, 0.0, y - box.y1))
-
-
-def _shared_area(one: Any, other: Any) -> float:
-    shared = one.intersection(one, other)
-    return 0.0 if shared is None else float(shared.width * shared.height)
