@@ -3,13 +3,8 @@
 torchtitan applies such a policy to a model on the meta device, before it compiles blocks and shards parameters, and without
 a batch. So the step is recorded on fake tensors, from the job's shapes; or the plan comes from a file.
 
-| setting of the job | with `MemoryBudget` |
-|---|---|
-| `parallelism`: tensor, pipeline, context or expert parallelism | from a plan file only |
-| `compile`, of the model | blocks run inside `torch.compile`, with the plan in them; backend "inductor" only |
-| CUDA graphs | not yet: `--training.disable_cuda_graphs` |
-| `training.mixed_precision_param` other than `training.dtype` | from a plan file only |
-| FlexAttention and variable-length attention | recorded as PyTorch's fused attention, and kept by every plan |
+FlexAttention and variable-length attention are recorded as PyTorch's fused attention, and kept by every plan. docs/trainers.md
+has what is refused, and what needs a plan file.
 
 Run with torchtitan 0.3.0, on the CPU.
 """

@@ -1,15 +1,6 @@
 """A memory budget for Hugging Face's models in a loop of your own, and for its `Trainer` and those built on it, such as TRL's.
 
-| argument of the trainer | with `MemoryBudget` |
-|---|---|
-| `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
-| `activation_offloading` (TRL) | refused, for the same reason |
-| `torch_compile` (Inductor) | layers run compiled, and keep the plan's values: `attach(engine="compile")` |
-| `torch_compile` otherwise | has no effect while training under the plan, which a warning says |
-| `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
-| several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
-| FSDP1, FSDP2 with `cpu_offload`, tensor or context parallelism, several GPUs in one process | not yet |
-| optimizers that step in backward (`optim="lomo"`, `"adalomo"`, `"..._layerwise"`) | not yet |
+docs/trainers.md has what the callback does with each argument of the trainer, and what it refuses.
 
 Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 0.21.2, trl 1.16.0 and
 deepspeed 0.19.8.
@@ -133,8 +124,8 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
 
     Raises:
         ConfigError: transformers is too old; or, when the trainer is made, it recomputes or offloads by itself.
-        NotYetError: when the trainer is made, it splits the model in a way that is not in the table above, or has an optimizer
-            that steps in backward.
+        NotYetError: when the trainer is made, it splits the model in a way that was not run, or has an optimizer that steps in
+            backward.
         RecordError: when training begins, one of its other processes has no `MemoryBudget`.
 
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.

@@ -1,11 +1,7 @@
 """A memory budget for the engine of `deepspeed.initialize`.
 
-| asked for | here |
-|---|---|
-| ZeRO stages 0 to 3, one process or several | every step of the engine is within the budget; all processes run the same plan |
-| `gradient_accumulation_steps` | a step ends where the engine ends it, with all its micro-batches |
-| `activation_checkpointing` in the configuration, `checkpointing.configure` | refused where they would change anything |
-| pipelines, tensor parallelism, the hybrid engine, DeepCompile | not yet |
+Every step of the engine is within the budget, under ZeRO stages 0 to 3, in one process or several, which run the same plan; it
+ends where the engine ends it, with all its micro-batches. docs/trainers.md has what is refused, or not yet there.
 
 The first step of the loop is recorded as the engine runs it, so recording leaves nothing in ZeRO's partitions.
 
@@ -70,7 +66,7 @@ def initialize(
         MissingPackageError: deepspeed is not installed.
         ConfigError: deepspeed is too old; a different setting asks for recompute, too; or there is no optimizer; or an engine
             is passed with arguments for a new one.
-        NotYetError: see the table above.
+        NotYetError: pipelines, tensor parallelism, the hybrid engine, DeepCompile.
         AlreadyAppliedError: the model has a plan, or recomputes by itself.
         QuantityError: the budget is not an amount of bytes, or is a percentage of a device whose memory is unknown.
         BudgetTooSmallError: raised by the first `engine.step()` that ends a step, if no plan fits.

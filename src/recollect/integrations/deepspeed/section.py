@@ -5,16 +5,7 @@
 In DeepSpeed the latter does not choose what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
 calls on the parts to recompute, usually each layer. So the section means: each layer, or every few layers
 (`activation_checkpoint_interval` of its pipelines). Hugging Face's models do not call that function, so in DeepSpeed the
-section does not affect them.
-
-| setting | here |
-|---|---|
-| `partition_activations` | not yet: needs ranks of tensor parallelism to split kept values among |
-| `cpu_checkpointing` | not yet: needs values in host memory |
-| `contiguous_memory_optimization` | of partitioned values only, so not yet; without them an error, as in DeepSpeed |
-| `number_checkpoints` | sizes the buffers of the former; without them a warning: it has no effect |
-| `synchronize_checkpoint_boundary` | a warning: nothing waits at the edge of a region, since there is no such edge |
-| `profile` | a warning: `recollect.layer_usage` has the times of ops that run again |
+section does not affect them. docs/megatron.md has each setting's effect here.
 
 Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
 """
@@ -131,7 +122,7 @@ class BudgetSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """The section, with DeepSpeed's names and defaults; the table above describes each setting's effect here.
+    """The section, with DeepSpeed's names and defaults; docs/megatron.md describes each setting's effect here.
 
     Raises:
         ConfigError: a value of the wrong type, settings that clash, or one that DeepSpeed does not have.

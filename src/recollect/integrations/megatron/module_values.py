@@ -1,23 +1,7 @@
 """Find the values of a layer that each of Megatron's module names stands for.
 
 A value's name begins with the path of the module that computed it, so most parts are modules, found by name anywhere on that
-path: the reference models use Megatron's names, Hugging Face's models their own.
-
-| part | reference models | Hugging Face (Llama, Mixtral, DeepSeek-V3, GPT-2 and their like) |
-|---|---|---|
-| core_attn | `core_attention` | in the attention module: from the query's scaling, or the kernel, on; `attn_dropout` |
-| mlp | `mlp` of a dense layer | `mlp` of a dense layer, without its dropout, which Megatron has outside |
-| moe | `mlp` of a layer with experts | `mlp`, `block_sparse_moe` of a layer with experts |
-| shared_experts | `shared_experts` | `shared_experts`, `shared_expert` |
-| layernorm | `input_layernorm`, `pre_mlp_layernorm` | norms before attention and MLP: `post_attention_layernorm`, `ln_2` |
-| moe_act | `experts.activation_func` | `experts.act_fn` and the product that reads it |
-| mla_up_proj | `qkv_up_proj` | `q_b_proj`, `kv_b_proj`, and the ops of the attention module before its core |
-| attn_norm | `input_layernorm` | the norm before attention: `input_layernorm`, `ln_1` |
-| mlp_norm | `pre_mlp_layernorm` | the norm before the MLP: `post_attention_layernorm`, `ln_2` |
-| qkv_linear | the modules in attention before its core | the same: `q_proj`, `c_attn`, `kv_a_layernorm` |
-| attn_proj | `linear_proj` | the modules in attention after its core: `o_proj`, `c_proj` |
-| expert_fc1 | `experts.linear_fc1` | the product that `experts.act_fn` reads |
-| fused_group_mlp | `experts` | `experts` |
+path: the reference models use Megatron's names, Hugging Face's models their own. docs/megatron.md has both.
 
 megatron-core's own layers have the reference models' names, but for `mla_up_proj` (`linear_q_up_proj`, `linear_kv_up_proj`,
 and the ops of attention before its core) and `moe_act` (`silu` and its like in `experts`, with the routing weight).

@@ -2,15 +2,7 @@
 
 Read in Megatron-LM main at d98e8a64 (`fine_grained_activation_offload.py`, its callers) and in Transformer Engine: all
 values saved while a layer, or a module of one, runs. Such a run of a module is a group. A value that others save too stays,
-as it would not leave the device; so do values that are recomputed or split among ranks.
-
-| setting | here |
-|---|---|
-| `cpu_offloading_num_layers` n | saved values of the first n layers, of 1 MiB or more |
-| `offload_modules` | saved values of these modules; of each name, the last group stays, since backward needs it at once |
-| `min_offloaded_tensor_size` | numbers in the largest tensor that is saved of a value; smaller ones stay |
-| `activation_offload_fraction` | of the groups that have something to offload, this part, the first ones in forward order |
-| `fine_grained_offloading_max_inflight_offloads` k | a value has left when its layer and k more have run |
+as it would not leave the device; so do values that are recomputed or split among ranks. docs/megatron.md has each setting.
 """
 
 from collections import Counter, defaultdict

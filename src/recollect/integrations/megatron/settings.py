@@ -3,16 +3,8 @@
 Read in Megatron-LM main at d98e8a64: `TransformerConfig`, whose `recompute_modules` say what happens to the output of each, and
 `ModelParallelConfig`. For other settings, a default of 0 or "unknown" there is None here.
 
-The recompute that checked settings ask for is one of four types, none of which can be inconsistent:
-
-| Megatron's settings | here |
-|---|---|
-| recompute_granularity None | `NoRecompute()` |
-| full, uniform, n | `UniformFull(n)` |
-| full, block, n | `BlockFull(n)` |
-| selective, modules | `Selective({module: what happens to its output})` |
-
-The compiler reads these, so no meaningless combination of settings can reach it.
+The recompute that checked settings ask for is one of four types, none of which can be inconsistent, so no meaningless
+combination can reach the compiler.
 """
 
 from __future__ import annotations
