@@ -27,7 +27,6 @@ _TABLE_WIDTH = 240
 
 
 def run_bench(command: Bench, console: Console) -> int:
-    """Measure settings, compare them with golden results, print and write them."""
     settings = settings_of(command)
     golden = None if command.golden is None else BenchResults.load(command.golden)
     limit_bytes = None if command.memory_limit is None else parse_bytes(command.memory_limit)

@@ -17,7 +17,6 @@ from recollect.recording.host_times import around_ops
 
 
 def run_calibrate(command: Calibrate, console: Console) -> None:
-    """Measure the device, print its rates and the fit of the cost model, and write them."""
     check_folder(command.out, "--out")
     if command.out.suffix != ".json":
         raise RecollectError(f"--out {command.out}: expected a name that ends in .json, as --hardware does.")

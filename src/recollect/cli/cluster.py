@@ -33,7 +33,6 @@ _UNEVEN: Final = (
 
 
 def run_cluster(command: MakePlan, console: Console) -> None:
-    """Record the stages of a layout on fake tensors, plan them, print memory and time by rank, and write the plans."""
     step = cluster_step(command)
     if command.write is not None:
         _check_written(step)

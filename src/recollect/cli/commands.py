@@ -46,12 +46,7 @@ class NodeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags(ParallelFlags):
-    """With --fake: plan for many devices.
-
-    Example:
-        >>> ClusterFlags(tensor_model_parallel_size=4).is_given, ClusterFlags().is_given
-        (True, False)
-    """
+    """With --fake: plan for many devices."""
 
     pipeline_parallel_schedule: ScheduleName | None = None
     """Order in which ranks run their stages, by torchtitan's names; default: 1F1B, or Interleaved1F1B if a rank has several.

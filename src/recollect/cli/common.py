@@ -43,7 +43,6 @@ def wide_console(console: Console, width: int) -> Console:
 
 
 def describe_step(profile: Profile) -> str:
-    """Return model and batch of a recorded step, and the hardware of its times, in one line."""
     return f"{profile.model_class}, {profile.batch}; {profile.times_text or f'times measured on {profile.device_name}'}"
 
 
@@ -70,7 +69,6 @@ def write_file(path: Path, text: str, console: Console, *, flag: str = "", note:
 
 
 def check_pictures(png: Path | None, html: Path | None) -> None:
-    """Check that the requested pictures can be made."""
     if png is not None:
         require_matplotlib()
     if html is not None:

@@ -16,7 +16,6 @@ from recollect.printing import print_line
 
 
 def run_coverage(command: ShowCoverage, console: Console) -> None:
-    """Apply the setting, run a step, and print what it covers."""
     if command.json is not None:
         check_folder(command.json, "--json")
     flags, words = command.step, command.recompute.fields()

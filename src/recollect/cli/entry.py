@@ -103,18 +103,10 @@ _EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command; by default with the flags of the process.
 
-    Args:
-        args: the command and its flags; default: those of the process.
-
-    Returns:
-        The exit status: 0, 1 if `bench` found a regression or `doctor` nothing, 2 after an error (described in one line on
-        stderr), 130 after Ctrl-C.
-
-    Raises:
-        RecollectError: with `--debug`, instead of the line on stderr.
-        SystemExit: after `--help` (0).
+    Return the exit status: 0, 1 if `bench` found a regression or `doctor` nothing, 2 after an error (described in one line on
+    stderr), 130 after Ctrl-C. With `--debug` errors are raised.
     """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["--version"]:
@@ -184,7 +176,6 @@ def _parse(args: list[str]) -> Any:
 
 
 def parse_train(args: list[str]) -> commands.Train:
-    """Parse the flags of `recollect train`, its own and Megatron's."""
     default = commands.Train()
     if "--demo" in args:
         default = commands.Train(config=demo_config())

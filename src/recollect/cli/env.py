@@ -43,13 +43,11 @@ _MAPS = Path("/proc/self/maps")
 
 
 def run_env(_command: Env, console: Console) -> None:
-    """Print a line for each item found, after its name."""
     for name, text in environment():
         print_line(console, f"{name:17} {text}")
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Yield the name and description of each item found; devices and variables one by one."""
     yield "recollect", __version__
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"

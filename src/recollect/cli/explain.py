@@ -38,7 +38,6 @@ _NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step,
 
 
 def run_explain(command: Explain, console: Console) -> None:
-    """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers."""
     if command.json is not None:
         check_folder(command.json, "--json")
     values = {} if command.yaml is None else settings_in_data(read_yaml(command.yaml, "--yaml"), "")[0].values
@@ -76,7 +75,6 @@ def _recorded(command: Explain, given: Mapping[str, Any], *, host_link: bool) ->
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:
-    """Print the totals side by side, then each plan layer by layer."""
     wide = wide_console(console, _TABLE_WIDTH)
     print_line(wide, describe_step(profile))
     plans = _plans(explanation)
@@ -104,7 +102,6 @@ def _plans(explanation: Explanation) -> dict[str, Explained]:
 
 
 def totals_table(explanation: Explanation) -> Table:
-    """Return the whole step without recompute, as configured, and with a budget of the same peak."""
     table = Table(title="The whole step", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     columns = _plans(explanation)

@@ -21,7 +21,6 @@ from recollect.recording.engines import check_host_engine
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
-    """Record a step, compute the frontier, print it as a table and draw it."""
     check_pictures(command.png, command.html)
     engine = command.step.engine
     check_host_engine(engine, command.host_budget)
@@ -40,7 +39,6 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
 
 
 def frontier_table(frontier: Frontier) -> Table:
-    """Return the frontier and the classic plans as a table, by increasing peak."""
     table = Table(title="Predicted peak and slowdown", title_justify="left")
     for name in ("peak", "slowdown", "no plan below"):
         table.add_column(name, justify="right")

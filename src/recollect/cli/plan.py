@@ -34,7 +34,6 @@ from recollect.recording.engines import check_host_engine
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
-    """Record a step, plan it, print the plan and write it; with `--largest`, plan the largest step that fits."""
     if command.plan_file is not None:
         check_folder(command.plan_file, "--out")
     engine = command.step.engine
@@ -135,7 +134,6 @@ def run_largest(command: MakePlan, console: Console) -> None:
 
 
 def answers_table(found: LargestBatch) -> Table:
-    """Return the largest sizes, and the fastest one."""
     table = Table(title=f"Largest {found.along} within {format_bytes(found.budget_bytes)}", title_justify="left")
     table.add_column("")
     for name in (found.along, "peak", "slowdown", "tokens/s"):
@@ -158,7 +156,6 @@ def answers_table(found: LargestBatch) -> Table:
 
 
 def sizes_table(found: LargestBatch) -> Table:
-    """Return all sizes that were recorded, smallest first."""
     table = Table(title="Sizes recorded", title_justify="left")
     for name in (found.along, "tokens", "peak without recompute", "peak with a plan", "slowdown", "tokens/s"):
         table.add_column(name, justify="right")

@@ -20,7 +20,6 @@ _WRITERS = {
 
 
 def run_timeline(command: ShowTimeline, console: Console) -> None:
-    """Record a step, plan it or read its plan, print the values alive at the peak, and write the requested files."""
     files = {name: path for name in _WRITERS if (path := getattr(command, name)) is not None}
     for name, path in files.items():
         check_folder(path, f"--{name}")

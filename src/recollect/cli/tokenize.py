@@ -10,7 +10,6 @@ from recollect.printing import print_line
 
 
 def run_tokenize(command: Tokenize, console: Console) -> None:
-    """Tokenize the documents and write them as an indexed dataset."""
     prefix = command.output_prefix
     if data_path(prefix).exists() or index_path(prefix).exists():
         raise RecollectError(

@@ -37,7 +37,6 @@ def run_train(command: Train, console: Console) -> None:
 
 
 def training_config(command: Train) -> TrainConfig:
-    """Return the run's configuration with the recompute flags."""
     fields = command.recompute.fields()
     if not fields:
         return command.config
@@ -50,7 +49,6 @@ def training_config(command: Train) -> TrainConfig:
 
 
 def report_table(outcome: Outcome) -> Table:
-    """Return a table of peak and time of a step, with and without recompute, predicted and measured."""
     table = Table(title="Planned, predicted, measured", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -71,7 +69,6 @@ def report_table(outcome: Outcome) -> Table:
 
 
 def report_lines(outcome: Outcome) -> list[str]:
-    """Describe the course of the loss, whether the budget held, and where the results are."""
     lines = []
     if outcome.records:
         first, last = outcome.records[0], outcome.records[-1]

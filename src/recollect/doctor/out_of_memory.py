@@ -47,16 +47,7 @@ class MemoryMessage:
 
     @classmethod
     def of(cls, line: str) -> MemoryMessage | None:
-        """Read a message; None if the line is not one.
-
-        Example:
-            >>> message = MemoryMessage.of(
-            ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which "
-            ...     "1.00 GiB is free."
-            ... )
-            >>> message.tried_bytes - message.free_bytes == 2**30
-            True
-        """
+        """Read a message; None if the line is not one."""
         amounts = (_TRIED, _CAPACITY, _FREE, _ALLOCATED, _UNALLOCATED, _RESERVED)
         tried, capacity, free, allocated, unallocated, reserved = (_bytes(amount, line) for amount in amounts)
         if tried is None:

@@ -88,19 +88,7 @@ def say_nothing(_line: str) -> None:
 
 
 class CacheOff:
-    """Keeps a model from making a cache, until removed.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> model = nn.Linear(2, 2)
-        >>> model.config = SimpleNamespace(use_cache=True)
-        >>> off = CacheOff(model)
-        >>> model.config.use_cache
-        False
-        >>> off.remove()
-        >>> model.config.use_cache
-        True
-    """
+    """Keeps a model from making a cache, until removed."""
 
     def __init__(self, model: nn.Module) -> None:
         # Models within models have separate configurations, or share one.

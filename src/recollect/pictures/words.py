@@ -41,7 +41,6 @@ def classics_of(frontier: Frontier) -> list[FrontierPoint]:
 
 
 def describe_profile(profile: Profile) -> str:
-    """Describe batch, hardware and PyTorch version in one line."""
     hardware = profile.device_name or profile.device
     parts = [
         f"batch {profile.batch}" if profile.batch else "",
@@ -52,12 +51,7 @@ def describe_profile(profile: Profile) -> str:
 
 
 def percent(slowdown: float) -> str:
-    """Format a slowdown as a percentage.
-
-    Example:
-        >>> percent(0.0312), percent(float("inf"))
-        ('3.1 %', 'no plan')
-    """
+    """Format a slowdown as a percentage."""
     return "no plan" if slowdown == float("inf") else f"{100 * slowdown:.1f} %"
 
 

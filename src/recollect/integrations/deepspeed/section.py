@@ -79,12 +79,7 @@ class BudgetSection:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BudgetSection:
-        """Read the section; all defaults if there is none.
-
-        Example:
-            >>> BudgetSection.of({"train_batch_size": 8, "recollect": {"memory_budget": "22GiB"}}).budget
-            '22GiB'
-        """
+        """Read the section; all defaults if there is none."""
         section = config.get(_SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(
@@ -174,12 +169,7 @@ class ActivationCheckpointing:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ActivationCheckpointing | None:
-        """Read the section of a DeepSpeed configuration; None if it has none.
-
-        Example:
-            >>> ActivationCheckpointing.of({"train_batch_size": 8}) is None
-            True
-        """
+        """Read the section of a DeepSpeed configuration; None if it has none."""
         section = config.get("activation_checkpointing")
         if section is None:
             return None

@@ -166,12 +166,7 @@ def long_flags(args: Sequence[str]) -> list[str]:
 
 
 def describes_model(args: Sequence[str]) -> bool:
-    """Return whether a command line describes a model as for `pretrain_gpt`: by its dimensions, not by name.
-
-    Example:
-        >>> describes_model(["--num-layers", "2", "--hidden-size=64"]), describes_model(["--num-layers", "2"])
-        (True, False)
-    """
+    """Return whether a command line describes a model as for `pretrain_gpt`: by its dimensions, not by name."""
     given = {name for name, _ in _flags(args)}
     return {"--num-layers", "--hidden-size"} <= given and not given & {"--size", "--demo"}
 

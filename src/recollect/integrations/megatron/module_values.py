@@ -57,18 +57,7 @@ class _LayerOp:
 
 
 class LayerOps:
-    """The ops of a layer by module.
-
-    Example:
-        >>> from recollect.profile.graph import OpRecord, ValueRecord
-        >>> values = (
-        ...     ValueRecord("input", 8, producer=None),
-        ...     ValueRecord("mlp.act.silu", 8, producer=0, is_output=True),
-        ... )
-        >>> layer = LayerOps(UnitGraph(values, (OpRecord("mlp.act.silu", (0,), (1,), 0.0),)))
-        >>> sorted(values_of_module(layer, "mlp")), sorted(values_of_module(layer, "moe"))
-        ([1], [])
-    """
+    """The ops of a layer by module."""
 
     def __init__(self, graph: UnitGraph) -> None:
         self.graph = graph

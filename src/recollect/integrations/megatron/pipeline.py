@@ -19,7 +19,6 @@ def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]
     """Return the layers of each model chunk, in the order of the model; raise if they cannot be divided among the stages.
 
     Example:
-        >>> from recollect.integrations.megatron import TrainingSetting
         >>> setting = TrainingSetting(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
         >>> model_chunks(setting, 8)
         (range(0, 2), range(2, 4), range(4, 6), range(6, 8))

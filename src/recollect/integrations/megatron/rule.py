@@ -34,12 +34,9 @@ _COMPARED: Final[Mapping[str, Callable[[Any, str], bool]]] = {
 def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
     """Return whether a condition of a table holds of a value, as in `Broken`.
 
-    Args:
-        given: `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other type
-            is) or `before 2.6`; a list, for these values, or for a list with some of these names, in one phrase; `{not: a
-            list}`, for any value or name but these.
-        value: the value of the setting.
-        known: stands for the list in `{not: known}`.
+    A condition is `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other
+    type is) or `before 2.6`; a list, for these values, or for a list with some of these names, in one phrase; or `{not: a
+    list}`, for any value or name but these, where `known` stands for the list.
     """
     if isinstance(given, bool):
         return bool(value) is given

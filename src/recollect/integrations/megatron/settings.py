@@ -64,12 +64,7 @@ class BlockFull:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """Drop the values that some modules compute; `outputs` says for each whether its output is kept or dropped too.
-
-    Example:
-        >>> str(Selective({"core_attn": Action.KEEP, "layernorm": Action.RECOMPUTE}))
-        'selective, core_attn layernorm'
-    """
+    """Drop the values that some modules compute; `outputs` says for each whether its output is kept or dropped too."""
 
     outputs: Mapping[str, Action]
 
@@ -153,12 +148,7 @@ class RecomputeSettings:
         return cls(**known)
 
     def changed(self) -> dict[str, object]:
-        """Return the settings that differ from Megatron's defaults, by name, in the order of the fields.
-
-        Example:
-            >>> RecomputeSettings(recompute_granularity="selective").changed()
-            {'recompute_granularity': 'selective'}
-        """
+        """Return the settings that differ from Megatron's defaults, by name, in the order of the fields."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
@@ -261,12 +251,6 @@ class TrainingSetting:
         """Read the settings that a model's configuration has by the same names, such as Megatron's `TransformerConfig`.
 
         `others` are settings that it lacks, or that differ; those given by neither have their defaults.
-
-        Example:
-            >>> from types import SimpleNamespace
-            >>> model = SimpleNamespace(num_layers=61, multi_latent_attention=True, hidden_size=7168)
-            >>> TrainingSetting.of(model, pipeline_model_parallel_size=4).multi_latent_attention
-            True
         """
         return cls(**{**_known(cls, model_config), **others})
 

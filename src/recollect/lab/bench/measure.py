@@ -36,13 +36,6 @@ class FlopCount(OpMode):
     """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.
 
     The FLOPs of compiled parts are not counted: they run compiled, as in training.
-
-    Example:
-        >>> import torch
-        >>> with FlopCount() as count:
-        ...     product = torch.ones(2, 3) @ torch.ones(3, 5)
-        >>> count.flops
-        60.0
     """
 
     def __init__(self) -> None:

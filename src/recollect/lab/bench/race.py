@@ -86,12 +86,7 @@ class Contestant:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, linearly interpolated.
-
-    Example:
-        >>> percentile([1.0, 2.0, 4.0], 50), percentile([0.0, 10.0], 20)
-        (2.0, 2.0)
-    """
+    """Return a percentile, linearly interpolated."""
     if percent == 50 or len(values) < 2:
         return statistics.median(values)
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -69,7 +69,6 @@ class Row:
 
     @property
     def hardware_tflops(self) -> float | None:
-        """Hardware TFLOP/s of the device, including recompute; None if no step was timed."""
         if self.step_s is None or self.hardware_flops is None:
             return None
         return self.hardware_flops / self.step_s / 1e12
@@ -156,12 +155,7 @@ def check_comparable(
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the differences between two mappings, with dotted names for nested ones; empty if there are none.
-
-    Example:
-        >>> differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}})
-        'a.b: stored 1, now 3'
-    """
+    """Describe the differences between two mappings, with dotted names for nested ones; empty if there are none."""
     before, after = _flat(stored), _flat(now)
     missing = "nothing"
     found = [

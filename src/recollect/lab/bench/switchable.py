@@ -7,17 +7,7 @@ from recollect.engine.placed_forward import Applied
 
 
 class SwitchablePlan:
-    """An applied plan or policy that is active only in `on()`, and keeps what it learnt in earlier steps, as in training.
-
-    Example:
-        >>> import recollect
-        >>> from torch import nn
-        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-        >>> plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"})})
-        >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
-        >>> with plans[0].on():
-        ...     pass
-    """
+    """An applied plan or policy that is active only in `on()`, and keeps what it learnt in earlier steps, as in training."""
 
     def __init__(self, applied: Applied) -> None:
         self._applied = applied

@@ -12,10 +12,6 @@ from recollect.lab.models.config import TransformerConfig
 def gpt_config(**fields: Any) -> TransformerConfig:
     """Describe a GPT-2 or GPT-3: LayerNorm, GELU, learned positions, biases, dropout, tied embeddings.
 
-    Example:
-        >>> gpt_config(num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50_257).activation_func
-        'gelu_tanh'
-
     References:
         Radford et al. 2019, and the released code of GPT-2 (dropout, epsilon, the approximation of GELU, initialisation).
     """
@@ -27,10 +23,6 @@ def llama_config(**fields: Any) -> TransformerConfig:
     """Describe a Llama: RMSNorm, SwiGLU, rotary positions, neither biases nor dropout.
 
     Without `ffn_hidden_size`, the MLP's width is 8/3 of `hidden_size`, rounded up to a multiple of 64.
-
-    Example:
-        >>> llama_config(num_layers=2, hidden_size=4096, num_attention_heads=32, vocab_size=256).ffn_hidden_size
-        10944
 
     References:
         Touvron et al. 2023, arXiv 2302.13971, section 2.2.
@@ -51,10 +43,6 @@ def llama_config(**fields: Any) -> TransformerConfig:
 def mixtral_config(**fields: Any) -> TransformerConfig:
     """Describe a Mixtral: a Llama with routed experts instead of MLPs, two per token, chosen by a softmax router.
 
-    Example:
-        >>> mixtral_config(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256).num_moe_experts
-        8
-
     References:
         Jiang et al. 2024, arXiv 2401.04088, table 1.
     """
@@ -64,12 +52,6 @@ def mixtral_config(**fields: Any) -> TransformerConfig:
 
 def deepseek_v3_config(**fields: Any) -> TransformerConfig:
     """Describe a DeepSeek-V3: latent attention, shared and routed experts, sigmoid routing, multi-token prediction.
-
-    Example:
-        >>> deepseek_v3_config(
-        ...     num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, num_moe_experts=8
-        ... ).mtp_num_layers
-        1
 
     References:
         DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1, 2.2 and 4.2.

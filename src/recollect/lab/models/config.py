@@ -268,7 +268,6 @@ class TransformerConfig:
         return (matrices * self.vocab_size + positions) * d + layers + self._norm(d)
 
     def _layer(self, layer: int, experts: int) -> int:
-        """Count the parameters of a layer: its matrices, norms and biases."""
         count = self.layer_weights(layer, experts) + 2 * self._norm(self.hidden_size)
         if self.multi_latent_attention:
             count += sum(self._norm(rank) for rank in (self.q_lora_rank, self.kv_lora_rank) if rank is not None)

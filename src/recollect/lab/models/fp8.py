@@ -51,22 +51,9 @@ _next_number = itertools.count().__next__
 
 
 class Fp8Product(nn.Module):
-    """The product of a linear layer, or of all experts, in 8 bits.
+    """The product of a linear layer, or with `groups` of them of all experts, in 8 bits.
 
-    Args:
-        config: a model with `fp8`.
-        groups: E; 0: a linear layer.
-        is_grouped: use one grouped kernel for the experts, instead of a loop over them.
-
-    Example:
-        >>> config = TransformerConfig(
-        ...     num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64, fp8="e4m3", fp8_recipe="tensorwise"
-        ... )
-        >>> product = Fp8Product(config)
-        >>> weight = torch.randn(48, 32, requires_grad=True)
-        >>> out = product(torch.randn(16, 32), weight)
-        >>> out.shape, out.grad_fn.saved_tensors[0].dtype
-        (torch.Size([16, 48]), torch.float8_e4m3fn)
+    `is_grouped` uses one grouped kernel for the experts, instead of a loop over them.
     """
 
     def __init__(self, config: TransformerConfig, groups: int = 0, *, is_grouped: bool = False) -> None:

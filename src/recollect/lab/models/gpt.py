@@ -86,7 +86,6 @@ class TransformerLayer(nn.Module):
         self.mlp: nn.Module = MoELayer(config) if config.is_moe_layer(layer) else MLP(config)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, RouterStatistics | None]:
-        """Return the residual stream after this layer, and the router's statistics if the layer has experts."""
         x_BTD = x_BTD + self._dropped(self.self_attention(self.input_layernorm(x_BTD), rotary))
         out = self.mlp(self.pre_mlp_layernorm(x_BTD))
         out_BTD, statistics = out if isinstance(out, tuple) else (out, None)
@@ -97,12 +96,7 @@ class TransformerLayer(nn.Module):
 
 
 def shifted(tokens_BT: Tensor, places: int, fill: int) -> Tensor:
-    """Shift every sequence left by `places`, and append `fill`.
-
-    Example:
-        >>> shifted(torch.tensor([[1, 2, 3]]), 1, fill=0)
-        tensor([[2, 3, 0]])
-    """
+    """Shift every sequence left by `places`, and append `fill`."""
     return F.pad(tokens_BT[:, places:], (0, min(places, tokens_BT.shape[1])), value=fill)
 
 
@@ -169,7 +163,6 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = build_norm(config, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, list[RouterStatistics | None]]:
-        """Return the normalised residual stream after the last layer, and the routers' statistics."""
         statistics = []
         for layer in self.layers:
             x_BTD, layer_statistics = layer(x_BTD, rotary)
@@ -238,14 +231,10 @@ class GPTModel(nn.Module):
             router.update_expert_bias()
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
-        """Predict the token after each position.
+        """Predict the token after each position of `tokens`, [B, T] ids.
 
-        Args:
-            tokens: [B, T] token ids, int64.
-            labels: [B, T]; `labels[b, t]` is the token after `tokens[b, t]` (already shifted), or -100 to ignore the position.
-
-        Returns:
-            Logits [B, T, V], or None with labels and `loss_chunks` above 1; with labels, the losses in fp32.
+        `labels[b, t]` is the token after `tokens[b, t]` (already shifted), or -100 to ignore the position. With them there are
+        losses in fp32, and with `loss_chunks` above 1 no logits [B, T, V].
         """
         x_BTD = self.embedding(tokens, self.compute_dtype)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD, tokens.shape[1])

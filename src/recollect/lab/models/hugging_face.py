@@ -54,23 +54,11 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
 def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None = None) -> GPTModel:
     """Build the reference model of a Hugging Face checkpoint, with its weights, in fp32.
 
-    Args:
-        folder: has `config.json`, and `model.safetensors` or its shards with their index.
-        compute_dtype: as for `GPTModel`.
-
-    Returns:
-        The model; its logits equal Hugging Face's up to rounding.
+    Its logits equal Hugging Face's up to rounding. The folder has `config.json`, and `model.safetensors` or its shards with
+    their index.
 
     Raises:
         CheckpointError: a file or tensor is missing, damaged, of the wrong shape, or belongs to no part of the model.
-
-    Example:
-        >>> import tempfile
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_hugging_face(GPTModel(NAMED_CONFIGS["mixtral-tiny"]), "mixtral", folder)
-        ...     load_hugging_face(folder).num_parameters
-        870976
     """
     model_type, config = read_config(folder)
     rules = list(_architecture(model_type).rules(config))
@@ -108,14 +96,6 @@ def save_hugging_face(
 
     Raises:
         UnsupportedModelError: their architecture cannot be this model.
-
-    Example:
-        >>> import tempfile
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_hugging_face(GPTModel(NAMED_CONFIGS["mixtral-tiny"]), "mixtral", folder)
-        ...     sorted(path.name for path in Path(folder).iterdir())
-        ['config.json', 'model.safetensors']
     """
     architecture = _architecture(model_type)
     fields = architecture.write(model.config)

@@ -100,14 +100,7 @@ def _found(theirs: Mapping[str, Tensor], name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One of Hugging Face's architectures, such as Llama.
-
-    Example:
-        >>> from recollect.lab.models.hugging_face_decoders import LLAMA
-        >>> rules = list(LLAMA.rules(LLAMA.default))
-        >>> rules[2].ours, rules[2].layouts[0].names()[0][2]
-        ('decoder.layers.0.self_attention.linear_qkv.weight', 'model.layers.0.self_attn.v_proj.weight')
-    """
+    """One of Hugging Face's architectures, such as Llama."""
 
     name: str
     """For messages."""
@@ -178,7 +171,6 @@ class Architecture:
                 yield WeightRule(ours, (copy,), is_extra=True)
 
     def read(self, fields: Mapping[str, Any]) -> TransformerConfig:
-        """Return our configuration of a model, from the content of its `config.json`."""
         require(fields, self.fixed)
         default = self.default.given()
         ours = {name: fields.get(theirs, default.get(name)) for name, theirs in self.same.items()}
@@ -194,7 +186,6 @@ class Architecture:
         return self.default.changed(**ours, **self.read_more(fields, ours))
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for a model."""
         fields: dict[str, Any] = {theirs: getattr(config, name) for name, theirs in self.same.items()}
         fields |= {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
         fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
@@ -222,11 +213,7 @@ def _parts(weights: Weights, name: str) -> tuple[str, ...]:
 
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Check that fields of `config.json`, where they are there, have the only value that our models support.
-
-    Example:
-        >>> require({"hidden_act": "silu"}, {"hidden_act": "silu", "attention_bias": False})
-    """
+    """Check that fields of `config.json`, where they are there, have the only value that our models support."""
     for name, value in values.items():
         if name in fields and fields[name] != value:
             raise UnsupportedModelError(

@@ -87,6 +87,5 @@ class LayerNorm(nn.LayerNorm):
 
 
 def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:
-    """Return a new norm of the model's kind over this many channels, with scale 1 and shift 0."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(channels, config.layernorm_epsilon)

@@ -78,11 +78,6 @@ class GroupedLinear(nn.Module):
     `is_grouped` uses one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
     fp64 always uses the loop, as the kernel does not support it. The two give the same bits on a CPU. The loop needs the
     number of rows of each group, so it waits for the device and cannot run on fake tensors.
-
-    Example:
-        >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)
-        >>> linear(torch.randn(5, 8), torch.tensor([3, 5], dtype=torch.int32)).shape
-        torch.Size([5, 8])
     """
 
     def __init__(
@@ -114,10 +109,8 @@ class GroupedLinear(nn.Module):
     def forward(self, x_SI: Tensor, ends_E: Tensor, group_S: Tensor | None = None) -> Tensor:
         """Map [S, I] to [S, O], without the bias.
 
-        Args:
-            x_SI: rows sorted by group.
-            ends_E: group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32).
-            group_S: the group of each row; only 8-bit products need it.
+        Rows are sorted by group: group e has those from `ends_E[e - 1]` to `ends_E[e]` (int32). Only 8-bit products need
+        `group_S`.
         """
         if self.fp8 is not None:
             return self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
@@ -203,12 +196,6 @@ class MoELayer(nn.Module):
     """Send each token through `moe_router_topk` experts and return the weighted sum. No token is dropped.
 
     Rows are gathered in both directions, never scattered with atomic additions: a GPU gives the same bits every time.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> out, statistics = MoELayer(NAMED_CONFIGS["mixtral-tiny"])(torch.randn(2, 16, 64))
-        >>> tuple(out.shape), int(statistics.tokens_per_expert.sum())
-        ((2, 16, 64), 64)
     """
 
     def __init__(self, config: TransformerConfig) -> None:

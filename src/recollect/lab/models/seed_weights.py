@@ -48,15 +48,6 @@ class _Law:
 class SeedWeights:
     """The weights of a new model, from the distributions that its constructors draw from.
 
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> with torch.device("meta"):
-        ...     model = GPTModel(NAMED_CONFIGS["llama-tiny"])
-        >>> weights, rows = SeedWeights(model, 1234, torch.device("cpu")), torch.empty(8, 64)
-        >>> weights.write("output_layer.weight", rows, offsets=(128, 0))
-        >>> round(rows.std().item(), 2)
-        0.02
-
     Limitations: a CPU and a GPU draw different numbers from one seed, and so may two kinds of GPU.
     """
 

@@ -7,13 +7,7 @@ from torch import Tensor
 
 
 class WholeSequence:
-    """All positions, in order; `ranks` says among how many ranks sequences are split.
-
-    Example:
-        >>> import torch
-        >>> WholeSequence().own(torch.arange(3)).tolist()
-        [0, 1, 2]
-    """
+    """All positions, in order; `ranks` says among how many ranks sequences are split."""
 
     ranks = 1
 

@@ -137,21 +137,6 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank need more.
         QuantityError: the budget is not an amount.
-
-    Example:
-        >>> from recollect.costs.hardware_table import find_hardware
-        >>> from recollect.costs.links import cluster_of
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> from recollect.lab.parallel.layout import DeviceLayout
-        >>> step = ClusterStep(
-        ...     config=NAMED_CONFIGS["llama-tiny"],
-        ...     layout=DeviceLayout(tensor_model_parallel_size=2, data_parallel_size=2),
-        ...     cluster=cluster_of(find_hardware("H100")),
-        ...     seq_length=256,
-        ... )
-        >>> found = plan_cluster(step, "90%")
-        >>> found.planned.peak_bytes <= found.planned.budget_bytes, len(found.ranks)
-        (True, 1)
     """
     split = None
     if chooses_split:

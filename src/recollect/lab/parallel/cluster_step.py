@@ -293,13 +293,7 @@ def send_s(step: ClusterStep) -> float:
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-    """Return torch's own actions for the layout's schedule, which must have one, without outputs.
-
-    Example:
-        >>> layout = DeviceLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")
-        >>> torch_schedule(layout, num_stages=4, num_micro_batches=4).stages_of(0)
-        (0, 3)
-    """
+    """Return torch's own actions for the layout's schedule, which must have one, without outputs."""
     name, ranks = layout.pipeline_parallel_schedule, layout.pipeline_model_parallel_size
     assert name is not None
     made = get_schedule_class(name)

@@ -61,7 +61,6 @@ class SequencePart(WholeSequence):
         self.rank, self.ranks = torch.distributed.get_rank(group), get_world_size(group)
 
     def own(self, x_T: Tensor) -> Tensor:
-        """Return this rank's positions of [..., T]."""
         DeviceLayout(context_parallel_size=self.ranks).check_sequence(x_T.shape[-1])
         chunks = x_T.chunk(2 * self.ranks, dim=-1)
         return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim=-1)

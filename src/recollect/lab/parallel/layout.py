@@ -33,10 +33,6 @@ class DeviceLayout(PipelineLayout):
     """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then context, data, pipeline.
 
     `PipelineLayout` has the other facts about the pipeline.
-
-    Example:
-        >>> DeviceLayout(tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=2).num_devices
-        32
     """
 
     tensor_model_parallel_size: int = 1
@@ -190,10 +186,6 @@ class ParallelFlags:
 
     Raises:
         ValueError: two flags clash.
-
-    Example:
-        >>> ParallelFlags(tensor_model_parallel_size=2).layout_of(8).data_parallel_size
-        4
     """
 
     tensor_model_parallel_size: int = 1

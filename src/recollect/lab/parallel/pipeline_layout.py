@@ -70,12 +70,7 @@ class PipelineLayout:
         return min(stage, 2 * ranks - 1 - stage) if self.is_v_shaped else stage % ranks
 
     def num_stages(self, num_layers: int) -> int:
-        """Return the stages of all ranks, where layers need not divide: virtual ones have the requested size on average.
-
-        Example:
-            >>> PipelineLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2).num_stages(9)
-            4
-        """
+        """Return the stages of all ranks, where layers need not divide: virtual ones have the requested size on average."""
         if self.pipeline_split is not None:
             return len(self.pipeline_split)
         ranks, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage

@@ -24,13 +24,6 @@ class LossStage(GPTModel):
     copy of the embedding as well. Backward of routers' losses starts at their own stage; the loss that the last stage returns
     has only its own. The step takes `router_losses`, of each forward before the last stage those of its routers. `ends` says
     whether the stage is the first and the last, which layers tell unless there are none.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> last = LossStage(NAMED_CONFIGS["llama-tiny"], range(2, 4))
-        >>> hidden = torch.randn(1, 16, 64)
-        >>> last(hidden, torch.zeros(1, 16, dtype=torch.int64)).shape
-        torch.Size([])
     """
 
     def __init__(self, config: TransformerConfig, layers: range, ends: tuple[bool, bool] | None = None) -> None:
@@ -50,16 +43,10 @@ class LossStage(GPTModel):
             self.decoder.final_layernorm = nn.Identity()  # type: ignore[assignment]
 
     def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Run the stage.
+        """Run the stage; return the residual stream for the next one, of the last one the loss, or without labels the logits.
 
-        Args:
-            x: of the first stage, token ids [B, T]; of others, the output of the stage before, [B, T, D] or this rank's part
-                of it along the sequence.
-            labels: [B, T]; of the last stage, others ignore them.
-            tokens: [B, T] token ids; of a last stage with multi-token prediction, in training.
-
-        Returns:
-            The residual stream, for the next stage; of the last one the loss, or without labels the logits.
+        `x` are token ids [B, T] of the first stage, of others the output of the stage before, [B, T, D] or this rank's part of
+        it along the sequence. Only the last one needs `labels`, and with multi-token prediction, in training, `tokens`.
         """
         x_BTD: Tensor = self.embedding(x, self.compute_dtype) if self.is_first else x
         num_positions = x.shape[1] * (1 if self.is_first else self.sequence_ranks * self.sequence.ranks)

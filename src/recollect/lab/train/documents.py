@@ -33,10 +33,6 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
 
     They are text files, `.jsonl` files (one document per line) or folders; none: the standard library's source. In folders,
     hidden files are skipped, and files that are not UTF-8 text are skipped with a warning.
-
-    Example:
-        >>> "Record of phased-in incompatible language changes" in read_documents()[0]  # __future__.py
-        True
     """
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])

@@ -43,14 +43,6 @@ class IndexedDataset:
 
     Raises:
         DataError: a file is missing, truncated, of a different format or version, without ids, or does not match the other.
-
-    Example:
-        >>> import tempfile
-        >>> prefix = Path(tempfile.mkdtemp()) / "corpus"
-        >>> write_indexed_dataset(prefix, [[5, 6, 7], [8, 9]], vocab_size=10)
-        >>> dataset = IndexedDataset(prefix)
-        >>> len(dataset), dataset[1].tolist(), dataset.read(0, 1, 3).tolist()
-        (2, [8, 9], [6, 7])
     """
 
     def __init__(self, prefix: Path) -> None:

@@ -51,19 +51,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         QuantityError: the budget is not an amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
         ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from recollect.lab.train.config import *
-        >>> config = TrainConfig(
-        ...     model=ModelFlags(size="tiny"),
-        ...     data=DataFlags(seq_length=32),
-        ...     optim=OptimFlags(steps=2, batch_size=2),
-        ...     run=RunFlags(run_dir=pathlib.Path(tempfile.mkdtemp()), validation_batches=1),
-        ... )
-        >>> outcome = train(config, console=Console(quiet=True))
-        >>> [record.step for record in outcome.records]
-        [1, 2]
     """
     console = console or Console()
     with contextlib.ExitStack() as stack:

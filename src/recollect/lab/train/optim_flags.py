@@ -108,12 +108,7 @@ class OptimFlags:
         return 1 if self.accumulation is None else self.accumulation
 
     def on_ranks(self, data_parallel_size: int) -> "OptimFlags":
-        """Return the flags with the default number of micro-batches for this many data-parallel ranks.
-
-        Example:
-            >>> OptimFlags().on_ranks(4).accumulation, OptimFlags(accumulation=8).on_ranks(4).accumulation
-            (4, 8)
-        """
+        """Return the flags with the default number of micro-batches for this many data-parallel ranks."""
         return self if self.accumulation is not None else replace(self, accumulation=data_parallel_size)
 
     def _set(self, name: str, value: float) -> None:

@@ -176,7 +176,6 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
 
 
 def _config_text(session: Session) -> str:
-    """Return the content of config.json: a run's settings and its layout."""
     settings = {**dataclasses.asdict(session.config), "layout": session.processes.spread}
     return json.dumps(settings, indent=2, default=str) + "\n"
 

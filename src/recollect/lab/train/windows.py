@@ -46,15 +46,6 @@ class PackedDocuments:
 
     `sequences` are those to use, from and to (exclusive). An incomplete last window is not used. Without a seed, for
     validation, all are in the order of the file. `num_tokens` and `num_windows` are per epoch; there may be no window.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from recollect.lab.train.indexed_dataset import write_indexed_dataset
-        >>> prefix = pathlib.Path(tempfile.mkdtemp()) / "corpus"
-        >>> write_indexed_dataset(prefix, [[1, 2], [3, 4, 5], [6, 7, 8, 9]], vocab_size=10)
-        >>> packed = PackedDocuments(IndexedDataset(prefix), (0, 3), seq_length=4, seed=None, vocab_size=10)
-        >>> packed.num_windows, packed.window(1).tolist()
-        (2, [5, 6, 7, 8, 9])
     """
 
     def __init__(
