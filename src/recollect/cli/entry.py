@@ -151,12 +151,7 @@ def _show_warning(console: Console, text: str) -> None:
 
 
 def _parse(args: list[str]) -> Any:
-    """Return the command with its flags, parsed on its own: for a union, tyro's errors name its internals.
-
-    Raises:
-        RecollectError: there is no such command, or its flags do not parse or cannot be used.
-        SystemExit: help is requested, also by giving no arguments.
-    """
+    """Return the command with its flags, parsed on its own: for a union, tyro's errors name its internals."""
     name = args[0] if args else ""
     if name and name not in (*_COMMANDS, "-h", "--help"):
         close = difflib.get_close_matches(name, (*_COMMANDS, "--help", "--version"), n=1)

@@ -17,11 +17,6 @@ def check_graphs(words: Sequence[str], *, trains: bool = False) -> None:
     """Raise an error if a command line has something captured that cannot be.
 
     `trains`: the command runs the steps, and can capture whole ones.
-
-    Example:
-        >>> check_graphs("--recompute-activations --cuda-graph-impl transformer_engine --cuda-graph-scope attn".split())
-        Traceback (most recent call last):
-        recollect.errors.NotYetError: got --cuda-graph-impl='transformer_engine', --cuda-graph-modules=('attn',): not yet: ...
     """
     seen = SettingsInText()
     seen.look(shlex.join(long_flags(words)), 1)

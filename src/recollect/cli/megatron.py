@@ -20,12 +20,7 @@ _MODULE, _FUNCTION = "megatron.training.training", "setup_model_and_optimizer"
 
 
 def run_megatron(command: RunMegatron, console: Console) -> None:
-    """Run the script as Python would.
-
-    Raises:
-        RecollectError: there is no such script; it does not find Megatron; or it ended without a model to attach to.
-        SystemExit: the script's.
-    """
+    """Run the script as Python would."""
     name = f"recollect megatron {command.script}"
     if not command.script.is_file():
         raise RecollectError(f"{name}: no such file, expected a training script of Megatron's.")

@@ -47,12 +47,7 @@ _FIELD_AND_VALUE: Final = re.compile(r"(?<![\w./'-])(?<!\w\()([a-z]\w*_\w+)=(\([
 
 
 def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
-    """Return a command's flags as its dataclass; the name "" is the top level's, whose only flag is `--help`.
-
-    Raises:
-        RecollectError: they do not parse, or their values clash; names the flag.
-        SystemExit: after `--help`.
-    """
+    """Return a command's flags as its dataclass; the name "" is the top level's, whose only flag is `--help`."""
     said = io.StringIO()
     prog = f"recollect {name}".strip()
     try:
@@ -89,12 +84,7 @@ def flags_of(kind: Any) -> dict[str, str]:
 
 
 def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) -> str:
-    """Return the text of an error or a warning with flags in place of the settings that they set.
-
-    Example:
-        >>> in_flags(ValueError("num_layers: got 0, expected at least 1."), {"num_layers": "--num-layers"}, [])
-        '--num-layers: got 0, expected at least 1.'
-    """
+    """Return the text of an error or a warning with flags in place of the settings that they set."""
     text = str(error)
     settings: Mapping[str, object] = getattr(error, "settings", {})
     # "2 x context_parallel_size" is one of them, too.

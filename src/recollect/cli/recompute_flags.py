@@ -39,14 +39,7 @@ _Offload = Annotated[OmitArgPrefixes[OffloadFlags], arg(name="offload", prefix_n
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags:
-    """What to recompute, as Megatron's flags.
-
-    Example:
-        >>> RecomputeFlags(recompute_activations=True).fields()
-        {'recompute_granularity': 'selective'}
-        >>> RecomputeFlags(recompute_granularity="selective", recompute_modules=("core_attn,mlp", "layernorm")).fields()
-        {'recompute_granularity': 'selective', 'recompute_modules': ('core_attn', 'mlp', 'layernorm')}
-    """
+    """What to recompute, as Megatron's flags."""
 
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""

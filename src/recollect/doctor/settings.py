@@ -114,12 +114,7 @@ def _shown(value: object) -> str:
 
 
 def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:
-    """Return the scopes of a configuration: each mapping with known names, with the settings outside it and next to it.
-
-    Example:
-        >>> [scope.values for scope in settings_in_data({"model": {"recompute_granularity": "full"}}, "bridge.yaml")]
-        [{'recompute_granularity': 'full', 'model': {'recompute_granularity': 'full'}}]
-    """
+    """Return the scopes of a configuration: each mapping with known names, with the settings outside it and next to it."""
     return list(_scopes(data, place, {}, 0))
 
 

@@ -60,10 +60,6 @@ def bound_corners(bound: Sequence[BoundPoint]) -> list[_Point]:
 
     The bound is the value of a linear program as a function of its right-hand side, hence convex: between two points it may be
     below their connecting line, but not below the extensions of the neighbouring lines on either side.
-
-    Example:
-        >>> bound_corners([BoundPoint(b, s) for b, s in ((0, 9.0), (2, 4.0), (4, 2.0), (6, 2.0))])
-        [(0.0, 6.0), (2.0, 4.0), (2.8, 2.0), (4.0, 2.0), (4.0, 2.0), (6.0, 2.0)]
     """
     points = [(float(p.budget_bytes), p.slowdown) for p in bound if math.isfinite(p.slowdown)]
     corners: list[_Point] = []

@@ -40,11 +40,6 @@ def rank_step(rank: Rank) -> RankStep:
     a stage on the same rank takes the place of a buffer. The last stage's output is held until the end of its backward,
     or of the step if the step returns it. Where torch receives as needed, a buffer is there from just before the
     action that it is for until the end of the backward, both halves of it.
-
-    Raises:
-        ProfileFormatError: a stage that was recorded with other ops for a whole backward than for one in halves.
-
-    Complexity: linear in the events of all actions.
     """
     persistent: Counter[str] = Counter()
     for stage in rank.stages:

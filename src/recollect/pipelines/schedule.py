@@ -299,9 +299,6 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
 
     Each rank runs its actions in order, each as soon as its input is there: a forward waits for the stage before, a backward,
     or the first half of one, for the stage behind.
-
-    Raises:
-        ScheduleError: the ranks deadlock.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
     # The time when the output of a stage, or the gradient of its input, is ready: (is it the gradient, stage, micro-batch).

@@ -81,12 +81,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {flag.name: flag for flag in _read()}
 
 
 def foreign_flag(name: str) -> ForeignFlag | None:
-    """Return the flag with this name, or of whose pattern it is; None if recollect has a setting for it, or Megatron lacks it.
-
-    Example:
-        >>> foreign_flag("--optimizer").allowed, foreign_flag("--rl-profile").name, foreign_flag("--num-layers")
-        (('adam',), '--rl-*', None)
-    """
+    """Return the flag with this name, or of whose pattern it is; None if recollect has a setting for it, or Megatron not."""
     if (exact := FOREIGN_FLAGS.get(name)) is not None:
         return exact
     return next((flag for flag in FOREIGN_FLAGS.values() if "*" in flag.name and fnmatch(name, flag.name)), None)
@@ -113,13 +108,6 @@ def read_arguments(
     Raises:
         NotYetError: a flag asks for a feature that recollect lacks.
         ConfigError: two flags that exclude each other, or a flag without its value.
-
-    Example:
-        >>> read_arguments(["--num-layers", "2", "--optimizer", "adam", "--overlap-grad-reduce"]).rest
-        ['--num-layers', '2']
-        >>> read_arguments(["--optimizer=sgd"])
-        Traceback (most recent call last):
-        recollect.errors.NotYetError: got --optimizer=sgd: not yet: other optimizers than AdamW. Leave it out.
     """
     rest: list[str] = []
     without_effect: dict[str, str] = {}

@@ -89,10 +89,6 @@ def command_words(words: Sequence[str], *, has_size: bool = False) -> list[str]:
     """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`.
 
     `has_size`: the number of processes is given besides.
-
-    Example:
-        >>> command_words("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py --num-layers 2".split())
-        ['--world-size=32', '--num-layers', '2']
     """
     # A launcher of clusters may get the command as one word: srun sh -c "torchrun ...".
     if whole := next((word for word in words if _IN_A_WORD.search(word)), ""):

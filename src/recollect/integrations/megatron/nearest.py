@@ -154,10 +154,8 @@ def megatron_flags(config: RecomputeConfig) -> str:
     """Return settings as flags of Megatron's command line; empty for no recompute.
 
     Example:
-        >>> megatron_flags(
-        ...     RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
-        ... )
-        '--recompute-granularity full --recompute-method block --recompute-num-layers 3'
+        >>> megatron_flags(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp"]))
+        '--recompute-granularity selective --recompute-modules mlp'
     """
     words = []
     for name, value in config.changed().items():
@@ -170,14 +168,9 @@ def bridge_lines(config: RecomputeConfig) -> str:
     """Return settings as lines of a recipe of Megatron-Bridge; they say no recompute, too.
 
     Example:
-        >>> print(
-        ...     bridge_lines(
-        ...         RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
-        ...     )
-        ... )
-        cfg.model.recompute_granularity = 'full'
-        cfg.model.recompute_method = 'block'
-        cfg.model.recompute_num_layers = 3
+        >>> print(bridge_lines(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp"])))
+        cfg.model.recompute_granularity = 'selective'
+        cfg.model.recompute_modules = ['mlp']
     """
     settings = config.changed() or {"recompute_granularity": None}
     written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

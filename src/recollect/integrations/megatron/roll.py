@@ -37,12 +37,6 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
     Example:
         >>> str(roll_recompute_config({"recompute_granularity": "full", "tensor_model_parallel_size": 2}).choice)
         'full, uniform, 1'
-        >>> str(
-        ...     roll_recompute_config(
-        ...         {"recompute_granularity": "selective", "recompute_modules": "moe,layernorm"}
-        ...     ).choice
-        ... )
-        'selective, moe layernorm'
     """
     given = {**settings, **(settings.get("additional_configs") or {})}
     for name, value in given.items():
@@ -92,12 +86,7 @@ class RollCheckpointing:
             raise ConfigError(settings=clash.settings, reason=clash.reason, advice=clash.advice)
 
     def use_reentrant(self, model_config: object) -> bool:
-        """Return the flag that ROLL passes to PyTorch: the one set, else whether the model has experts.
-
-        Example:
-            >>> RollCheckpointing().use_reentrant({"hidden_size": 64})
-            False
-        """
+        """Return the flag that ROLL passes to PyTorch: the one set, else whether the model has experts."""
         chosen = self.gradient_checkpointing_use_reentrant
         return is_moe_config(model_config) if chosen is None else chosen
 
@@ -107,10 +96,6 @@ def is_moe_config(model_config: object) -> bool:
 
     A dense model whose configuration has `router_aux_loss_coef` passes for one, as it does in ROLL. The configuration is one of
     Hugging Face, or its dictionary; of several, that of the text model counts.
-
-    Example:
-        >>> is_moe_config({"text_config": {"num_experts": 128}})
-        True
     """
 
     def get(config: object, name: str) -> Any:

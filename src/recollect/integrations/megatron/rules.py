@@ -265,9 +265,5 @@ class RecomputeConfig(RecomputeSettings):
 
         Warns:
             ConfigWarning: a setting without effect, or with an unexpected one.
-
-        Example:
-            >>> from recollect.integrations.megatron import TrainingSetting
-            >>> RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2).check(TrainingSetting(num_layers=4))
         """
         check(self, setting)

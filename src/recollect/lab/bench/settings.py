@@ -58,12 +58,6 @@ def parse_setting(text: str) -> Setting:
 
     That is "none"; "selective" and modules, separated by spaces or commas (default: Megatron's); "full", a method and a number
     of layers; or "memory_budget" and bytes or a percentage.
-
-    Example:
-        >>> parse_setting("selective core_attn,layernorm").fields
-        {'recompute_granularity': 'selective', 'recompute_modules': ('core_attn', 'layernorm')}
-        >>> parse_setting("full uniform 4").name, parse_setting("memory_budget 60%").name
-        ('full uniform 4', 'memory_budget 60%')
     """
     first, *rest = text.split() or [""]
     if first == "none" and not rest:

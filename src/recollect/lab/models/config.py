@@ -175,15 +175,6 @@ class TransformerConfig:
         """Return a configuration with changed fields; unlike `dataclasses.replace`, derive again what was derived.
 
         With a new `num_layers`, a list in `moe_layer_freq` is cut, or extended by its last entry.
-
-        Raises:
-            ValueError: fields clash.
-            TypeError: an unknown field.
-
-        Example:
-            >>> config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256)
-            >>> config.changed(hidden_size=128).ffn_hidden_size
-            512
         """
         given = self.given()
         pattern = given.get("moe_layer_freq")
@@ -297,12 +288,6 @@ def model_flops(
 
     `num_sequences` are those of all micro-batches. Of the [seq, seq] scores the `attention_fraction` counts: half by a causal
     mask, with the diagonal counted as half; 1 for unfused attention, which computes all of them.
-
-    Example:
-        >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
-        >>> layer, logits = 2 * 4 * (4 * 8 * 8 + 2 * 8 * 32) + 2 * 2 * 4 * 4 * 8 // 2, 2 * 4 * 8 * 16
-        >>> model_flops(config, num_sequences=1, seq_length=4) == 3 * (layer + logits)
-        True
 
     References:
         D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,

@@ -185,14 +185,6 @@ class GPTModel(nn.Module):
         cross_entropy: from logits and labels [B, T] to the loss, a scalar; a different one where logits are split over ranks.
         vocabulary_group: these ranks, if they are.
 
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> model = GPTModel(NAMED_CONFIGS["gpt-tiny"])
-        >>> tokens = torch.randint(256, (2, 17))
-        >>> out = model(tokens[:, :-1], labels=tokens[:, 1:])
-        >>> tuple(out.logits.shape), out.loss.dtype
-        ((2, 16, 256), torch.float32)
-
     Limitations: training only: no key-value cache, no padding mask, no scaled rotary frequencies.
     """
 

@@ -92,11 +92,7 @@ def save_hugging_face(
     shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint that Hugging Face's classes load.
-
-    Raises:
-        UnsupportedModelError: their architecture cannot be this model.
-    """
+    """Write a checkpoint that Hugging Face's classes load; their architecture may not be able to be this model."""
     architecture = _architecture(model_type)
     fields = architecture.write(model.config)
     folder = Path(folder)

@@ -47,15 +47,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How a checkpoint holds one of our tensors.
-
-    Example:
-        >>> rule = WeightRule("fc1.weight", (Layout(("gate", "up")),), rows=(2, 1))
-        >>> rule.read({"gate": torch.zeros(2, 4), "up": torch.ones(1, 4)}).shape
-        torch.Size([3, 4])
-        >>> [(name, tuple(tensor.shape)) for name, tensor in rule.write(torch.zeros(3, 4))]
-        [('gate', (2, 4)), ('up', (1, 4))]
-    """
+    """How a checkpoint holds one of our tensors."""
 
     ours: str
     """Its name here."""

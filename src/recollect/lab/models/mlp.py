@@ -173,10 +173,6 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
 
     Returns:
         The place of each row; the row of each place, S if none; the expert of each place; each expert's last place.
-
-    Example:
-        >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3]), 2)
-        (tensor([0, 2, 3]), tensor([0, 3, 1, 2]), tensor([0, 0, 1, 1]), tensor([2, 4]))
     """
     num_rows = len(expert_S)
     num_places = (num_rows + len(ends_E) * (multiple - 1)) // multiple * multiple

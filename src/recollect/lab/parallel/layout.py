@@ -182,11 +182,7 @@ _SIZES = {field.name for field in fields(DeviceLayout)}
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
-    """How a model is spread over devices.
-
-    Raises:
-        ValueError: two flags clash.
-    """
+    """How a model is spread over devices."""
 
     tensor_model_parallel_size: int = 1
     sequence_parallel: FlagCreatePairsOff[bool] = False

@@ -78,14 +78,7 @@ class PipelineLayout:
         return ranks * (2 if self.is_v_shaped else several)
 
     def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each stage of the pipeline, in order; `rank_of_stage` says where each runs.
-
-        Example:
-            >>> PipelineLayout(
-            ...     pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
-            ... ).layers_of_stages(4)
-            (range(0, 1), range(1, 2), range(2, 3), range(3, 4))
-        """
+        """Return the layers of each stage of the pipeline, in order; `rank_of_stage` says where each runs."""
         ranks = self.pipeline_model_parallel_size
         if self.pipeline_split is not None:
             return self._split_layers(self.pipeline_split, num_layers)

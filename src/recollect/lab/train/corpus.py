@@ -156,12 +156,7 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | Non
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Parse "969,30,1" into fractions for training, validation and test.
-
-    Example:
-        >>> parse_split("90,10")
-        (0.9, 0.1, 0.0)
-    """
+    """Parse "969,30,1" into fractions for training, validation and test."""
     numbers = [_number(part) for part in text.split(",")]
     if len(numbers) > len(_SIDES) or any(number is None or number < 0 for number in numbers) or not any(numbers):
         raise DataError(

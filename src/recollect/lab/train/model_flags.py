@@ -86,18 +86,7 @@ _Fp8 = Annotated[OmitArgPrefixes[Fp8Flags], arg(name="fp8", prefix_name=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """The model: a named one with changes, or, with --num-layers and --hidden-size, one as Megatron's pretrain_gpt builds it.
-
-    Raises:
-        ValueError: dimensions clash, or two flags contradict each other.
-
-    Example:
-        >>> ModelFlags(size="70b", num_layers=2).dimensions().hidden_size
-        8192
-        >>> gpt = ModelFlags(num_layers=2, hidden_size=256).dimensions(vocab_size=1000)
-        >>> gpt.normalization, gpt.num_attention_heads, gpt.hidden_dropout
-        ('LayerNorm', 2, 0.1)
-    """
+    """The model: a named one with changes, or, with --num-layers and --hidden-size, one as Megatron's pretrain_gpt builds."""
 
     size: SizeName | None = None
     """A named model; the flags below override its dimensions. Default: demo."""
@@ -240,12 +229,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def parse_layer_freq(text: str) -> int | Sequence[int]:
-    """Parse Megatron's --moe-layer-freq: a number, or an expression of lists with a 0 or 1 for each layer.
-
-    Example:
-        >>> parse_layer_freq("([0]*1+[1]*3)")
-        [0, 1, 1, 1]
-    """
+    """Parse Megatron's --moe-layer-freq: a number, or an expression of lists with a 0 or 1 for each layer."""
     try:
         value = _evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, TypeError):

@@ -22,17 +22,7 @@ def within(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimFlags:
-    """How long and how fast to train.
-
-    Raises:
-        ValueError: a setting is out of range, or two clash.
-
-    Example:
-        >>> OptimFlags(batch_size=2, global_batch_size=16).accumulation
-        8
-        >>> OptimFlags(learning_rate=1e-3, min_lr=1e-5).min_lr_fraction
-        0.01
-    """
+    """How long and how fast to train."""
 
     steps: Annotated[int, arg(aliases=("--train-iters",))] = 200
     """Optimizer steps."""

@@ -73,13 +73,7 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
 
 
 def learning_rate_at(step: int, flags: OptimFlags) -> float:
-    """Return the learning rate of a step: linear warm-up, then decay to the lowest rate, which then stays.
-
-    Example:
-        >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)
-        >>> [round(learning_rate_at(step, flags), 2) for step in (0, 1, 2, 6, 10)]
-        [0.5, 1.0, 1.0, 0.55, 0.1]
-    """
+    """Return the learning rate of a step: linear warm-up, then decay to the lowest rate, which then stays."""
     if step < flags.warmup_steps:
         return flags.learning_rate * (step + 1) / flags.warmup_steps
     last = (flags.lr_decay_iters or flags.steps) - 1

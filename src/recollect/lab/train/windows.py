@@ -93,12 +93,6 @@ class BlendedWindows:
     """Windows of several sources, mixed in given proportions: the source furthest behind its share comes next.
 
     This is the rule of Megatron's `BlendedDataset`, which decides the first window as if it were the second.
-
-    Example:
-        >>> sources = [TokenWindows(np.arange(start, start + 4), seq_length=1, seed=None) for start in (0, 100)]
-        >>> blended = BlendedWindows(sources, [2, 1])
-        >>> [int(blended.window(index)[0]) for index in range(6)]
-        [0, 100, 1, 2, 101, 0]
     """
 
     def __init__(self, sources: Sequence[TokenWindows | PackedDocuments], weights: Sequence[float]) -> None:
@@ -137,8 +131,6 @@ def batch_at(position: int, windows: Windows, batch_size: int) -> tuple[Tensor, 
     Example:
         >>> windows = TokenWindows(np.arange(9, dtype=np.uint16), seq_length=4, seed=None)
         >>> batch_at(1, windows, batch_size=1)
-        (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
-        >>> batch_at(3, windows, batch_size=1)  # the second epoch
         (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
     """
     first = position * batch_size
