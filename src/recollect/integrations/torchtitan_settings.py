@@ -1,14 +1,8 @@
 """Turn torchtitan's own policies of activation checkpointing into plans, and a plan into the nearest of them.
 
-| torchtitan's `activation_checkpoint` | here |
-|---|---|
-| none | keeps everything |
-| full | recomputes each block |
-| selective | saves products, attention and the like, but recomputes every second product of matrices |
-| memory-budget | has no plan: the compiler decides |
-
-A value cannot be kept in part: a policy that keeps queries and recomputes keys has no plan where they are one product. So
-`recollect plan --write torchtitan` records a model with a product for each (`TransformerConfig.separate_projections`).
+docs/megatron.md has what each policy recomputes. A value cannot be kept in part: a policy that keeps queries and recomputes
+keys has no plan where they are one product. So `recollect plan --write torchtitan` records a model with a product for each
+(`TransformerConfig.separate_projections`).
 
 Read in torchtitan 0.3.0 (`distributed/activation_checkpoint.py`), which has no setting for every nth block.
 """

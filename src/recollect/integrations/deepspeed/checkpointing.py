@@ -5,15 +5,8 @@
     checkpointing.configure(None, deepspeed_config="ds_config.json")
     hidden = checkpointing.checkpoint(layer, hidden)
 
-| setting of `configure` | here |
-|---|---|
-| `mpu_` | not needed, as nothing is split among its ranks |
-| `deepspeed_config` | its section `activation_checkpointing`; arguments override it, as in DeepSpeed |
-| `partition_activations`, `checkpoint_in_cpu`, `contiguous_checkpointing` | not yet |
-| `num_checkpoints`, `synchronize`, `profile` | a warning: they have no effect |
-
-`checkpoint` and `non_reentrant_checkpoint` are `recollect.checkpoint`: the function runs once, and its ops are recomputed.
-DeepSpeed itself need not be installed.
+docs/trainers.md has the effect of the settings of `configure`. `checkpoint` and `non_reentrant_checkpoint` are
+`recollect.checkpoint`: the function runs once, and its ops are recomputed. DeepSpeed itself need not be installed.
 """
 
 import sys
@@ -44,7 +37,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Check settings of `deepspeed.checkpointing.configure`, a configuration or its path, and others; see the table above.
+    """Check settings of `deepspeed.checkpointing.configure`, a configuration or its path, and others.
 
     Raises:
         ConfigError: an invalid value or a clash; `deepspeed.checkpointing` is configured, too.
@@ -90,13 +83,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     All arguments are the function's own. Return its result; of a tuple or list with one item that item, of a longer one a
     tuple, as from DeepSpeed.
-
-    Example:
-        >>> import torch
-        >>> hidden = torch.ones(2, requires_grad=True)
-        >>> checkpoint(lambda x: x.exp().sin(), hidden).sum().backward()
-        >>> torch.equal(hidden.grad, torch.ones(2).exp().cos() * torch.ones(2).exp())
-        True
     """
     # DeepSpeed passes all keywords to the function, even those that PyTorch's checkpoint would take for its own.
     result = checkpoint_on_tape(partial(function, **kwargs) if kwargs else function, *args, use_reentrant=False)
