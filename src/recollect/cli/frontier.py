@@ -5,16 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 import recollect
-from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
 from recollect.cli.common import check_pictures, describe_step, step_recorder
-from recollect.pictures.page import all_points, write_frontier_page
+from recollect.pictures.page import write_frontier_page
 from recollect.pictures.png import draw_frontier
-from recollect.pictures.words import percent
-from recollect.planning.frontier import Frontier
 from recollect.printing import print_line
 from recollect.quantities import parse_bytes
 from recollect.recording.engines import check_host_engine
@@ -28,7 +24,7 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
     profile = step_recorder(command.step, host_link=has_host, engine=engine)(command.loss_chunks)
     frontier = recollect.frontier(profile, command.host_budget)
     print_line(console, describe_step(profile))
-    console.print(frontier_table(frontier))
+    print_line(console, str(frontier))
     print_line(console, "To take one of them: recollect plan with the same flags, and its peak as --memory-budget.")
     if command.png is not None:
         draw_frontier(profile, frontier, command.png)
@@ -36,18 +32,6 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
     if command.html is not None:
         write_frontier_page(profile, frontier, command.html, step_flags=_step_flags(sys.argv[1:]))
         print_line(console, f"Page written to {command.html}.")
-
-
-def frontier_table(frontier: Frontier) -> Table:
-    table = Table(title="Predicted peak and slowdown", title_justify="left")
-    for name in ("peak", "slowdown", "no plan below"):
-        table.add_column(name, justify="right")
-    table.add_column("plan")
-    for point in all_points(frontier):
-        style = "bold" if point in frontier.classics else ""
-        bound = "" if point.bound_slowdown is None else percent(point.bound_slowdown)
-        table.add_row(format_bytes(point.peak_bytes), percent(point.slowdown), bound, point.name, style=style)
-    return table
 
 
 def _step_flags(words: Sequence[str]) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import MissingPackageError
-from recollect.pictures.page import all_points
 from recollect.pictures.png import frontier_figure, memory_figure
 from recollect.pictures.style import CATEGORY_COLORS, save_png
 from recollect.pictures.words import describe_profile, percent
@@ -75,7 +74,7 @@ def _profile(profile: Profile) -> str:
 def _frontier(frontier: Frontier) -> str:
     source = frontier.points[0].plan.source
     rows: list[_Row] = []
-    for point in all_points(frontier):
+    for point in frontier.with_classics:
         bound = "" if point.bound_slowdown is None else percent(point.bound_slowdown)
         rows.append((point.name, format_bytes(point.peak_bytes), percent(point.slowdown), bound))
     picture = _picture(lambda: frontier_figure(source and source(), frontier), "slowdown against peak")

@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -50,7 +49,7 @@ def write_frontier_page(
     profile: Profile, frontier: Frontier, out: str | Path, *, step_flags: Sequence[str] = ()
 ) -> None:
     """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time."""
-    points = [("plan", point) for point in name_points(frontier)]
+    points = [("plan", point) for point in frontier.points]
     points += [("classic", point) for point in classics_of(frontier)]
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     peaks = [point.peak_bytes / unit_bytes for _, point in points]
@@ -208,20 +207,6 @@ def _rounded(value: float) -> float:
     return int(short) if short.is_integer() else short
 
 
-def name_points(frontier: Frontier) -> list[FrontierPoint]:
-    """Return the frontier's points with names: "plan 1", the leanest, "plan 2", ..., and "keep all"."""
-    return [
-        replace(point, name="keep all" if _keeps_all(point) else point.name or f"plan {number}")
-        for number, point in enumerate(frontier.points, start=1)
-    ]
-
-
-def all_points(frontier: Frontier) -> list[FrontierPoint]:
-    """Return these and the classic schedules that recompute, by rising peak."""
-    points = [*name_points(frontier), *(point for point in frontier.classics if point.name != "keep_all")]
-    return sorted(points, key=lambda point: (point.peak_bytes, point.slowdown))
-
-
 def _slug_of(name: str) -> str:
     """Return a name as it appears in the page's address.
 
@@ -234,7 +219,7 @@ def _slug_of(name: str) -> str:
 
 def _meaning_of(name: str, point: FrontierPoint) -> str:
     note = point.plan.note
-    if _keeps_all(point):
+    if point.keeps_all:
         return "keeps everything for backward and recomputes nothing"
     if name.startswith("plan "):
         return "the fastest plan that recollect found within this peak"
@@ -249,7 +234,7 @@ def _next_steps(point: FrontierPoint, step_flags: Sequence[str]) -> tuple[str, s
     """Return the command that writes this plan, "" if there is none, and the code that trains with it."""
     note = point.plan.note
     amount = least_amount(point.peak_bytes)
-    if _keeps_all(point):
+    if point.keeps_all:
         return "", "# Nothing to do: train as you do now.\n"
     if note == "full":
         return "", 'plan = recollect.classic_plan(profile, "full")\nrecollect.apply(model, plan)\n'
@@ -262,7 +247,3 @@ def _next_steps(point: FrontierPoint, step_flags: Sequence[str]) -> tuple[str, s
 def _stride(note: str) -> int:
     found = re.search(r"every (\d+)$", note)
     return int(found[1]) if found else 0
-
-
-def _keeps_all(point: FrontierPoint) -> bool:
-    return point.slowdown == 0 and not any(unit.recomputes_anything for unit in point.plan.units.values())

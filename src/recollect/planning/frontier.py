@@ -39,7 +39,8 @@ _MOST_PART = 0.25
 class FrontierPoint:
     """One plan, with its predicted peak in bytes and its predicted slowdown (0.03 is 3 %).
 
-    `bound_slowdown`: lower bound on the slowdown of any plan with a peak within `peak_bytes`; None if unknown.
+    `name`: "plan 1" is the leanest of a frontier, "keep all" the one that recomputes nothing. `bound_slowdown`: lower bound on
+    the slowdown of any plan with a peak within `peak_bytes`; None if unknown.
     """
 
     peak_bytes: int
@@ -47,6 +48,10 @@ class FrontierPoint:
     plan: Plan
     name: str = ""
     bound_slowdown: float | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.slowdown == 0 and not any(unit.recomputes_anything for unit in self.plan.units.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,18 @@ class Frontier(ShownInNotebooks):
             raise PlanError("frontier: got no points, expected at least one plan; make it with recollect.frontier")
 
     def __repr__(self) -> str:
-        rows = [*self.points, *self.classics]
-        lines = [f"{'peak':>10}  {'slowdown':>8}  {'bound':>8}  plan"]
-        for point in sorted(rows, key=lambda p: (p.peak_bytes, p.slowdown)):
+        lines = [f"{'peak':>10}  {'slowdown':>8}  {'no plan below':>13}  plan"]
+        for point in self.with_classics:
             bound = "" if point.bound_slowdown is None else f"{100 * point.bound_slowdown:.1f} %"
             slowdown = f"{100 * point.slowdown:.1f} %"
-            lines.append(f"{format_bytes(point.peak_bytes):>10}  {slowdown:>8}  {bound:>8}  {point.name}".rstrip())
+            lines.append(f"{format_bytes(point.peak_bytes):>10}  {slowdown:>8}  {bound:>13}  {point.name}")
         return "\n".join(lines)
+
+    @property
+    def with_classics(self) -> list[FrontierPoint]:
+        """The points and the classic schedules that recompute, by rising peak."""
+        points = [*self.points, *(point for point in self.classics if point.name != "keep_all")]
+        return sorted(points, key=lambda point: (point.peak_bytes, point.slowdown))
 
     def best_within(self, budget_bytes: int) -> FrontierPoint | None:
         """Return the fastest point with a peak within the budget, or None."""
@@ -127,7 +137,9 @@ def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
         classics = _classics(profile)
         points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
         return Frontier(
-            points=tuple(_point(planner, replace(plan, note="")) for plan in points),
+            points=tuple(
+                _named(number, _point(planner, replace(plan, note=""))) for number, plan in enumerate(points, start=1)
+            ),
             classics=tuple(_point(planner, plan, plan.note) for plan in classics),
             bound=_bound(planner, [plan.predicted_peak_bytes or 0 for plan in points]),
             plain_peak_bytes=planner.plain_peak_bytes,
@@ -156,6 +168,10 @@ def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     return FrontierPoint(
         peak_bytes, slowdown, replace(plan, budget_bytes=peak_bytes, bound_slowdown=bound), name, bound
     )
+
+
+def _named(number: int, point: FrontierPoint) -> FrontierPoint:
+    return replace(point, name="keep all" if point.keeps_all else f"plan {number}")
 
 
 def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:

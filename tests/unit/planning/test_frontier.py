@@ -48,8 +48,8 @@ def test_best_within_a_budget(found: Frontier) -> None:
 
 def test_table() -> None:
     lines = str(frontier(stack(3))).splitlines()
-    assert lines[0] == "      peak  slowdown     bound  plan"
-    assert lines[-1] == "   4.2 KiB     0.0 %     0.0 %  keep_all"
+    assert lines[0] == "      peak  slowdown  no plan below  plan"
+    assert lines[-1] == "   4.2 KiB     0.0 %          0.0 %  keep all"
     assert all(len(line) <= 100 for line in lines)
 
 
