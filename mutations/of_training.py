@@ -322,7 +322,7 @@ MUTATIONS = (
         "process-taken-for-tensors",
         "what the process holds besides tensors counts as held beside the step",
         "attaching",
-        (("now = tensor_bytes(self._device)", "now = self._begin"),),
+        (("now = tensor_bytes(self._device, enough_bytes=planned.held_before + more_bytes)", "now = self._begin"),),
     ),
     Mutation(
         "late-zero-grad-unseen",
