@@ -152,6 +152,18 @@ MUTATIONS = (
         (("found[index] = found[index].view_as(found[index])", "pass"),),
     ),
     Mutation(
+        "graph-written-memory-out-twice",
+        "a traced unit gives back a value and what a write to its alias returned as one",
+        "engine/graph/node.py",
+        (("places = [(one.storage, one.layout) for one in trace.outputs]", "places = list(trace.outputs)"),),
+    ),
+    Mutation(
+        "graph-view-from-before-a-write-out",
+        "a traced unit adds up the gradients of memory and a view from before a write to it in its own order",
+        "engine/graph/trace.py",
+        (("any(n._sequence_nr() >= num_nodes for n in nodes)", "False"),),
+    ),
+    Mutation(
         "graph-backward-writes-lost",
         "what a Function's backward writes to a buffer is lost in a trace",
         "engine/graph",

@@ -1325,6 +1325,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
     "it returns a view of an input": ("view of the input out", "position bias", "spectral norm"),
     "it returns the same memory twice, with and without a gradient": ("attribute of an earlier call",),
+    "it returns the same memory twice: once as a view from before a write to it": ("alias from before a write out",),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
         *("function that writes unseen", "function without one gradient", "function that asks for a layout"),
@@ -1395,6 +1396,9 @@ units(
         "value, its alias and a reader out": lambda self, x: [(y := self.first(x)), y[:], y.sin()],
         "alias before its value out": lambda self, x: [(y := self.first(x))[:], y, y.sin()],
         "two aliases out": lambda self, x: [(y := self.first(x)), y[:], y.view_as(y)],
+        "alias written to out": lambda self, x: [(y := self.first(x)), y[:].mul_(2)],
+        "alias from before a write out": lambda self, x: [(y := self.first(x))[:], y.relu_(), y.sin()],
     },
-    calls=lambda units, x: _values(units[0](x)),
+    # Several readers of each, whose gradients are added up in one order.
+    calls=lambda units, x: [read(one) for one in units[0](x) for read in (Tensor.sin, Tensor.cos, Tensor.tanh)],
 )

@@ -65,9 +65,9 @@ class TracedUnit:
         # Outputs that are no inputs, by position, with how DTensors among them are spread.
         outputs = enumerate(zip(trace.outputs, trace.output_specs, strict=True))
         self.made = [(index, spec) for index, (tensor, spec) in outputs if tensor not in trace.passed_on]
-        # Views of all of an output before them, for which programs return that output.
-        firsts = {tensor: index for index, tensor in reversed([*enumerate(trace.outputs)])}
-        self.views = [index for index, _ in self.made if firsts[trace.outputs[index]] != index]
+        # Views of all of an output before them, for which programs return that output; and what writes to it returned.
+        places = [(one.storage, one.layout) for one in trace.outputs]
+        self.views = [index for index, _ in self.made if places.index(places[index]) != index]
         self.no_grad = [place for place, (index, _) in enumerate(self.made) if not trace.outputs_need_grad[index]]
         self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()

@@ -29,6 +29,7 @@ from recollect._torch_private import (
     desugars,
     disable_autocast,
     is_fake_tensor,
+    next_autograd_node,
 )
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.recorder import Recorder
@@ -126,6 +127,7 @@ class Trace:
                     outputs = NamedRun(graph, self._recorder, paths).run_or_leave(*given)
                 except DATA_DEPENDENT as error:
                     raise UntraceableError(f"what {error.func} gives back depends on data") from error
+        num_nodes = next_autograd_node()
         # A view of all of a tensor is an output of its own: in eager mode, its gradient is added at a different place.
         self._outputs = list({id(one): one for one in outputs}.values())
         position = {id(one): index for index, one in enumerate(self._outputs)}
@@ -145,14 +147,14 @@ class Trace:
             output.requires_grad and traced not in self.passed_on
             for output, traced in zip(self._outputs, self.outputs, strict=True)
         ]
-        self._check_outputs()
+        self._check_outputs(num_nodes)
         self._edges = self._find_edges()
         self.num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
         self._memory = SharedMemory(self.inputs, self.ops)
 
-    def _check_outputs(self) -> None:
-        """Refuse anything that autograd would have to be told of."""
+    def _check_outputs(self, num_nodes: int) -> None:
+        """Refuse anything that autograd would have to be told of; `num_nodes`: of its graph, as the unit returned."""
         storages = {one.storage for one in self.inputs}
         needs = zip(self.outputs, self.outputs_need_grad, strict=True)
         made = [(one, needs_grad) for one, needs_grad in needs if one not in self.passed_on]
@@ -162,6 +164,10 @@ class Trace:
         num_kinds = len({(one.storage, needs_grad) for one, needs_grad in made})
         if len({one.storage for one, _ in made}) < num_kinds:
             raise UntraceableError("it returns the same memory twice, with and without a gradient")
+        nodes = [output.grad_fn for output in self._outputs if output.grad_fn is not None]
+        if len({one.storage for one, _ in made}) < len(made) and any(n._sequence_nr() >= num_nodes for n in nodes):
+            # Autograd makes its node where that is first read; gradients are added up in the order of nodes.
+            raise UntraceableError("it returns the same memory twice: once as a view from before a write to it")
         for op in self.ops:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
                 if needs_grad and tensor.storage in op.written:
