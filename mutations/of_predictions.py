@@ -277,6 +277,12 @@ MUTATIONS = (
         (("call.values[value].must_keep = True", "pass"),),
     ),
     Mutation(
+        "filled-buffers-copied-once",
+        "in a recorded step, recipes read a buffer from before a Function filled more of it",
+        "recording/recording_tape.py",
+        (("        _forget_copies(run.wrote_unseen)\n", ""),),
+    ),
+    Mutation(
         "deaths-not-measured",
         "what was there before and dies meanwhile still counts in a measured peak",
         "measuring",

@@ -788,12 +788,12 @@ class KernelSine(torch.autograd.Function):
 
 
 class Assigned(torch.autograd.Function):
-    """Fills a slice of a buffer past the version counter, as torchdiffeq's adaptive solvers do with their stages."""
+    """Fills a slice of a buffer unseen, as torchdiffeq's adaptive solvers do with their stages."""
 
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, value: Tensor, index: int) -> Tensor:
         ctx.index = index
-        buffer.data[index] = value
+        buffer.detach().numpy()[index] = value.detach().numpy()
         return buffer
 
     @staticmethod
@@ -1320,6 +1320,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("full backward hook inside", "full backward pre hook inside"),
     ),
     "Attempt to trace forbidden callable": ("marked dynamic",),
+    "RuntimeError when making fake tensor call": ("function that fills slices",),
     "reads memory between the writes to it": ("random relu in place",),
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),

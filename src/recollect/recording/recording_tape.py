@@ -183,12 +183,12 @@ class _RecordingMode(FunctionMode):
         self._function_mark = Mark(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder, kwargs = self.recorder, kwargs or {}
+        recorder = self.recorder
         recorder.pending_stem = ""  # The tape's own ops (a private copy before a write) have no name.
         index = None if self.is_foreign() else recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
-        facts = facts_of(func)
         if index is not None and not recorder.is_recomputing:
+            facts = facts_of(func)
             recorder.calls[index].seen_ops[self.scope] += 1
             if facts.changes_storage:
                 recorder.calls[index].watched_modules.add(self.scope)
@@ -200,9 +200,8 @@ class _RecordingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.tape.is_kept_op = False
         if index is not None:
-            _forget_copies(facts.written_by(args, kwargs))
             for op in recorder.calls[index].ops[num_ops:]:
-                self._mark_results(index, op, facts, args, output)
+                self._mark_results(index, op, facts_of(func), args, output)
         return output
 
     def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
@@ -267,7 +266,7 @@ class _RecordingMode(FunctionMode):
         if run.kept_because and run.function.__module__.startswith("transformer_engine."):
             _warn_of_kept(run.function.__name__, run.kept_because)
         # After an unseen write, the tape no longer has a recipe for them.
-        self.recorder.keep(run.wrote_unseen)
+        self.recorder.keep_overwritten(run.wrote_unseen)
         _forget_copies(run.wrote_unseen)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
@@ -327,7 +326,7 @@ class _RecordingMode(FunctionMode):
 
 
 def _forget_copies(written: Iterable[torch.Tensor]) -> None:
-    """Make new copies for the next readers: a write need not have raised the version."""
+    """Make new copies for the next readers, as the content changes without raising the version."""
     for tracker in map(tracker_of, map(storage_of, written)):
         if isinstance(tracker, Tracked):
             tracker.forget_copy()

@@ -155,7 +155,7 @@ class StepRecorder:
                 self.begin_phase(events.BACKWARD)
             elif self.current is None:
                 self.note_reads((args, kwargs))
-                self._keep_overwritten(facts.written_by(args, kwargs))
+                self.keep_overwritten(facts.written_by(args, kwargs))
             self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
@@ -273,7 +273,7 @@ class StepRecorder:
                 value.must_keep = True
                 value.stays |= stays
 
-    def _keep_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
+    def keep_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have plans keep what is written to, unknown to recipes, and what is made of it, whose recipe would hold a copy."""
         for tensor in tensors:
             self.keep([tensor])
@@ -360,7 +360,7 @@ class StepRecorder:
         target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            self._keep_overwritten(written)
+            self.keep_overwritten(written)
             self._note_other(run)
             return
         self.keep(written[1:])  # The record says of one value what it held before.

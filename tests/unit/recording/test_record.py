@@ -352,6 +352,14 @@ def test_what_is_made_of_a_value_that_is_written_to_later_has_to_be_kept(fake: b
         assert kept == {"mul": True, "sin": False, "linear.addmm": False, "cos": False}
 
 
+def test_what_is_made_of_a_buffer_that_a_function_fills_has_to_be_kept() -> None:
+    """A recipe of it would hold a copy of the buffer, which no prediction counts."""
+    model = UNITS["function that fills slices"].model()
+    profile = recollect.record(model, torch.randn(4, 8), loss_fn=sum, units=model.paths)
+    values = graph_at(profile, model.paths[0]).values
+    assert {"sum": True, "sum#1": True, "sum#2": False}.items() <= {v.name: v.must_keep for v in values}.items()
+
+
 def test_every_run_saves_the_same() -> None:
     inner = Stack(width=16, depth=2)
     model = Computes(lambda self, x: torch.stack([self.inner(x).square().mean() for _ in range(4)]).mean(), inner=inner)
