@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
@@ -200,11 +201,31 @@ def for_several_gradients(case: Case, place: Place) -> Step:
     return run.noted
 
 
-LOOPS = (toggled, applied_again, copied, two_models, differentiated_in_evaluation, for_several_gradients)
-# Of these, each loop runs three, and each unit meets three loops.
+def several_forwards(case: Case, place: Place) -> Step:
+    """One backward goes through two, none through the third; under autocast, and in saved-tensor hooks of others, too."""
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        for around in (nullcontext, nullcontext, partial(torch.autocast, "cpu", torch.bfloat16), save_on_cpu):
+            with around():
+                (first, of_first), (second, of_second), _ = run.loss(), run.loss(), run.loss()
+            (of_first + of_second).backward()
+            run.end_step(first, second)
+        with torch.inference_mode():
+            run.loss()
+        run.through(plain)
+    return run.noted
+
+
+LOOPS: tuple[Callable[[Case, Place], Step], ...] = (
+    *(toggled, applied_again, copied, two_models),
+    *(differentiated_in_evaluation, for_several_gradients, several_forwards),
+)
+# Of these, each loop runs three.
 LOOPED = ("dropout", "cross_attention", "batch_norm_2d", "in_place", "weights_tied")
 
 
+@pytest.mark.filterwarnings("ignore:recollect. hooks for saved tensors")
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 @pytest.mark.parametrize(
     ("loop", "name"), [(loop, LOOPED[(i + k) % 5]) for i, loop in enumerate(LOOPS) for k in range(3)]
