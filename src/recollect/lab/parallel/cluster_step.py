@@ -171,9 +171,6 @@ def _record_stage(
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
         model = _built(step, layers, ends, layout_mesh(step.layout))
         tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
-        batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
-        if model.is_last and not model.is_first and model.mtp is not None:
-            batch["tokens"] = tokens
         axes = {axis: step.group(axis, number) for axis in get_args(Axis)}
         # Experts have fewer replicas.
         replicas = step.group("replicas", number)
@@ -184,7 +181,7 @@ def _record_stage(
         costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=hidden)
         micro_step = Step(
             model,
-            {**batch, "labels": tokens} if model.is_last else batch,
+            model.micro_batch(received(model, tokens.shape), tokens, labels=tokens),
             optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
             loss_fn=None if model.is_last else torch.sum,
             holds_output=False,

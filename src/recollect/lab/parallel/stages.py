@@ -69,6 +69,13 @@ class LossStage(GPTModel):
         assert loss is not None
         return loss
 
+    def micro_batch(self, x: Tensor, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of `forward` for a micro-batch of which the stage receives `x`."""
+        if not self.is_last:
+            return {"x": x}
+        embedded = {} if self.is_first or self.mtp is None else {"tokens": tokens}
+        return {"x": x, "labels": labels, **embedded}
+
     def _with_losses(self, x_BTD: Tensor, statistics: list[RouterStatistics | None]) -> Tensor:
         """Return the residual stream; its backward also starts the backward of the routers' losses."""
         losses = [one.aux_loss for one in statistics if one is not None and one.aux_loss is not None]

@@ -164,19 +164,13 @@ def record_own_stages(
     for number, stage in rank.stages.items():
         if only_last and not stage.is_last:
             continue
-        batch = {"x": tokens}
-        if not stage.is_first:
-            batch["x"] = _received(session, stage, tokens.shape)
-        if stage.is_last:
-            batch["labels"] = labels
-            if stage.mtp is not None:
-                batch["tokens"] = tokens
+        x = tokens if stage.is_first else _received(session, stage, tokens.shape)
         # Over this process's part of the weights, which exists in addition to the whole ones.
         optimizer = build_optimizer(stage, session.config.optim)
         with recollect.gathered_stage(stage):
             found[number] = recollect.record(
                 stage,
-                batch,
+                stage.micro_batch(x, tokens, labels),
                 optimizer=optimizer,
                 loss_fn=None if stage.is_last else torch.sum,
                 units=_units(stage),
