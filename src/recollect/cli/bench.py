@@ -61,7 +61,6 @@ def run_bench(command: Bench, console: Console) -> int:
 
 
 def settings_of(command: Bench) -> list[Setting]:
-    """Return "no recompute", followed by the settings given by the flags."""
     words = command.recompute.fields()
     found = [Setting(words)] if words else []
     found += [parse_setting(text) for text in command.setting]

@@ -20,6 +20,7 @@ from recollect.errors import RecollectError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.integrations.megatron.settings import taken_settings
 from recollect.lab.bench.settings import Setting, read_yaml
+from recollect.pictures.words import percent
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.plans.text import label_paths
 from recollect.printing import print_line
@@ -117,10 +118,10 @@ def totals_table(explanation: Explanation) -> Table:
     table.add_row("time of recompute", *(_seconds(plan.simulation.recompute_s) for plan in plans))
     if any(plan.wait_s for plan in plans):
         table.add_row("time of waiting for copies", *(_seconds(plan.wait_s) for plan in plans))
-    table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
+    table.add_row("predicted slowdown", *(percent(plan.slowdown) for plan in plans), style="bold")
     if explanation.bound_slowdown is not None:
         bounds = [_NONE] * (len(plans) - 1)
-        table.add_row("no plan can be below, by these times", *bounds, _percent(explanation.bound_slowdown))
+        table.add_row("no plan can be below, by these times", *bounds, percent(explanation.bound_slowdown))
     return table
 
 
@@ -187,7 +188,3 @@ def _seconds(seconds: float) -> str:
 
 def _ops(number: int) -> str:
     return f"{number:,} op{'' if number == 1 else 's'}" if number else _NONE
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction:.1%}".replace("%", " %")

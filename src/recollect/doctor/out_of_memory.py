@@ -47,7 +47,6 @@ class MemoryMessage:
 
     @classmethod
     def of(cls, line: str) -> MemoryMessage | None:
-        """Read a message; None if the line is not one."""
         amounts = (_TRIED, _CAPACITY, _FREE, _ALLOCATED, _UNALLOCATED, _RESERVED)
         tried, capacity, free, allocated, unallocated, reserved = (_bytes(amount, line) for amount in amounts)
         if tried is None:
@@ -65,7 +64,6 @@ class MemoryMessage:
 
     @property
     def would_fit_alone(self) -> bool:
-        """Whether memory would suffice without other processes."""
         return self.tried_bytes <= (self.room_bytes or 0) + sum(self.other_processes.values())
 
 
@@ -77,7 +75,6 @@ def is_out_of_memory(line: str) -> bool:
 def findings(
     passage: Passage, *, length: object = 4096, is_checkpointing: bool = False, expandable: str = ""
 ) -> Iterator[Finding]:
-    """Yield the findings in a message: why memory ran out, and where."""
     message = MemoryMessage.of(passage.line)
     if message is None:
         return

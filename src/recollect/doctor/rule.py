@@ -146,7 +146,6 @@ class Rule:
         return _compiled(self.frame).search(line) is not None
 
     def match(self, passage: Passage) -> dict[str, Any] | None:
-        """Return the groups of the pattern if the passage fits, else None."""
         found = _compiled(self.pattern).search(passage.line)
         if found is None or (self.near and not _compiled(self.near).search(passage.text)):
             return None

@@ -103,7 +103,6 @@ def is_snapshot(data: object) -> bool:
 
 
 def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
-    """Return a snapshot for each device that holds memory."""
     try:
         devices: dict[int, list[Mapping[str, Any]]] = {}
         for segment in data["segments"]:
@@ -201,7 +200,6 @@ def _with_stacks(alive: Mapping[int, Block], trace: Sequence[Mapping[str, Any]])
 
 
 def snapshot_findings(snapshot: Snapshot) -> Iterator[Finding]:
-    """Yield the findings in a snapshot, gaps first."""
     if (gaps := _gaps(snapshot)) is not None:
         yield gaps
     total = snapshot.peak_bytes

@@ -53,7 +53,6 @@ class BudgetHooks(BudgetCallback):
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse settings that a plan cannot be combined with."""
         if stage == "fit":
             package = _package_of(trainer)
             check_version(package.partition(".")[0], importlib.import_module(package).__version__, _LEAST_VERSION)

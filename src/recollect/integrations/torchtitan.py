@@ -178,7 +178,6 @@ class MemoryBudget(ActivationCheckpointing):
 
 
 def _planned(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, int]) -> Plan:
-    """Record the step of torchtitan's trainer on fake tensors, and plan it."""
     # Not `utils.device_type` of torchtitan, which takes the CPU for CUDA where PyTorch was built for it and finds no GPU.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "positions", "labels")}

@@ -236,7 +236,6 @@ def _check_version() -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Raise if a trainer's arguments ask for a feature that a plan cannot be combined with."""
     for name in _CHECKPOINTING:
         if getattr(args, name, False):
             raise ConfigError(

@@ -90,7 +90,6 @@ class _Trace:
         return self._process[self._found.paths[call] or "the model" if call >= 0 else _OUTSIDE]
 
     def names(self) -> Iterator[_Event]:
-        """Name processes and threads, and put them in order."""
         step = f"step of {self._found.profile.model_class or 'a model'}"
         shown = {label_paths([path], self._names.classes): process for path, process in self._process.items()}
         for name, process in {step: _STEP, **shown}.items():
@@ -101,7 +100,6 @@ class _Trace:
                 yield {"ph": "M", "pid": process, "tid": number, "name": "thread_name", "args": {"name": thread}}
 
     def step(self) -> Iterator[_Event]:
-        """Emit the current phase of the step, and the running unit."""
         phases = [PHASES[phase] for phase in self._found.phases.tolist()]
         paths = [self._found.paths[call] or "the model" if call >= 0 else "" for call in self._found.calls.tolist()]
         for thread, names in ((_PHASES, phases), (_UNITS, paths)):

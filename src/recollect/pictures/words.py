@@ -51,7 +51,6 @@ def describe_profile(profile: Profile) -> str:
 
 
 def percent(slowdown: float) -> str:
-    """Format a slowdown as a percentage."""
     return "no plan" if slowdown == float("inf") else f"{100 * slowdown:.1f} %"
 
 

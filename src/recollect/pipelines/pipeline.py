@@ -253,7 +253,6 @@ class Pipeline:
     def predicted(
         self, plans: Sequence[StagePlans], peaks_bytes: Sequence[int], *, send_s: float, budget_bytes: int | None = None
     ) -> PipelinePlan:
-        """Return the plans of the stages with their own slowdowns, and the step's times."""
         plain = [Plan({})] * len(plans)
         return PipelinePlan(
             plans=tuple(self._stage_plans(stage, plans) for stage in range(self.schedule.num_stages)),

@@ -185,7 +185,6 @@ class AttachedEngine(Attached):
 
 
 def _check_config(config: Mapping[str, Any], mpu: Any) -> None:
-    """Raise if a configuration asks for a feature that a budget cannot be combined with."""
     section = ActivationCheckpointing.of(config)
     for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
         if section is not None and getattr(section, name):

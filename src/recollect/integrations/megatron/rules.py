@@ -207,7 +207,6 @@ def report(name: str, clash: Clash | None) -> None:
 
 
 def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -> None:
-    """Raise NotYetError if a setting asks for a missing feature."""
     for missing in NOT_YET:
         if (clash := missing.clash(config, setting)) is not None:
             raise NotYetError(settings=clash.settings, needs=clash.reason, advice=clash.advice)

@@ -23,7 +23,7 @@ from recollect.lab.bench.settings import Setting
 from recollect.lab.bench.switchable import SwitchablePlan
 from recollect.lab.train.optimizer_step import resident_bytes
 from recollect.measuring.device_memory import empty_cache, is_out_of_memory
-from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
+from recollect.measuring.meter import PeakMeasurement, measure_peak
 from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
 from recollect.planning.planners import planner_for
@@ -81,7 +81,7 @@ class Subject:
         baseline_bytes = None  # CUDA's allocator counts everything
         empty_cache(self.device)
         if self.device.type != "cuda":
-            baseline_bytes = resident_bytes(self.model, self.optimizer) + storage_bytes(self.batch.values())
+            baseline_bytes = resident_bytes(self.model, self.optimizer, self.batch)
         return measure_peak(self.step, device=self.device, baseline_bytes=baseline_bytes)
 
     def hardware_flops(self) -> float:

@@ -86,7 +86,6 @@ class Contestant:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, linearly interpolated."""
     if percent == 50 or len(values) < 2:
         return statistics.median(values)
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

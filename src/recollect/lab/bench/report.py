@@ -27,7 +27,6 @@ _COLORS = {"ok": "", "faster": "green", "perf regression": "red", "memory regres
 
 
 def title(results: BenchResults) -> str:
-    """Describe workload, machine and versions in one line."""
     workload = {key: value for key, value in results.workload.items() if not isinstance(value, dict)}
     text = ", ".join(str(value) if key == "model" else f"{key} {value}" for key, value in workload.items())
     machine = ", ".join(f"{key} {value}" if key != "device" else str(value) for key, value in results.machine.items())

@@ -9,6 +9,7 @@ from typing import Any
 from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
+from recollect.integrations.megatron.settings import with_module_lists
 from recollect.quantities import check_budget
 
 _GRANULARITY, _BUDGET = "recompute_granularity", "memory_budget"
@@ -112,10 +113,7 @@ def _setting(entry: Any, where: str) -> Setting:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("model") or {}, Mapping):
         raise BenchError(f"{where}: got {entry!r}, expected {_SPELLINGS}, or a mapping of Megatron's names.")
     values = {key: value for key, value in entry.items() if key not in ("name", "model")}
-    values |= entry.get("model") or {}
-    for key in ("recompute_modules", "offload_modules"):  # ROLL writes them as one string
-        if isinstance(values.get(key), str):
-            values[key] = tuple(part.strip() for part in values[key].split(","))
+    values = with_module_lists({**values, **(entry.get("model") or {})})
     name = str(entry.get("name", ""))
     if _BUDGET in values:
         if len(values) > 1:

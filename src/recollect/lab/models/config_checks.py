@@ -103,7 +103,6 @@ def _check_groups(config: Any, experts: int) -> None:
 
 
 def check_fp8(config: Any) -> None:
-    """Check the fields for 8-bit products, and the sizes that the recipe's blocks have to divide."""
     if config.fp8 is None:
         for name in FP8_FIELDS[1:]:
             default = getattr(type(config), name)

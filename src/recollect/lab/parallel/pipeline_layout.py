@@ -37,7 +37,6 @@ class PipelineLayout:
     """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
-        """Check everything that needs no model."""
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             clash(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recollect._torch_parallel import GradientBuckets
 from recollect.byte_format import format_bytes
@@ -17,6 +17,7 @@ from recollect.lab.train.optim_flags import OptimFlags
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import host_memory_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.recording.model_step import resident_tensors
 
 _Result = TypeVar("_Result")
 SMALLER: Final = "Choose a smaller model, or fewer tokens."
@@ -90,14 +91,12 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
     return flags.learning_rate * fraction
 
 
-def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of parameters, gradients, buffers, optimizer state and buckets in which gradients are reduced.
+def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object = ()) -> int:
+    """Return the bytes of parameters, gradients, buffers, optimizer state, batch and buckets in which gradients are reduced.
 
     Shared storages count once. Gradients that are parts of buckets must not be there.
     """
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tensors = resident_tensors(model, batch, optimizer)
     return storage_bytes(tensors) + sum(GradientBuckets(model, may_communicate=False).sizes_bytes)
 
 

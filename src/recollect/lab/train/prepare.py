@@ -92,7 +92,6 @@ def _read_baseline(path: Path) -> Baseline:
 
 
 def _aim(flags: StepFlags) -> str:
-    """Describe the goal of the plan in a few words."""
     if flags.recompute is None:
         return str(flags.memory_budget)
     return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"

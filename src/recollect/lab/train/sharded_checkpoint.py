@@ -129,7 +129,6 @@ class Checkpoints:
         self._pending = began
 
     def finish(self) -> None:
-        """Wait until the checkpoint being written is complete."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with self._named_errors():
