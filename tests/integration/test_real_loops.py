@@ -93,9 +93,6 @@ def test_meter_agrees_with_the_profiler_and_with_measure_peak(tmp_path: Path) ->
     assert len(found) == 1 and found.pop() > 100_000, done.stdout
 
 
-sys.path.append(str(BENCHMARKS))
-
-
 # Each by the cheapest model that shows it; `python benchmarks/real_loops.py` runs them all, at all budgets.
 _LOOPS = [
     "layers dropped, 20 %",

@@ -256,14 +256,9 @@ def fitted(made: nn.Module) -> dict[str, Any]:
 
 def alone() -> dict[str, Any]:
     """Only the first process plans."""
-    return train(replicated(), 24, 24, group="alone") if RANK == 0 else train_plainly(replicated(), 2)
-
-
-def train_plainly(made: nn.Module, num_steps: int) -> dict[str, Any]:
-    for _ in range(num_steps):
-        tokens = torch.randint(0, 64, (2, 24))
-        made(tokens=tokens, labels=tokens).loss.backward()
-        made.zero_grad()
+    if RANK == 0:
+        return train(replicated(), 24, 24, group="alone")
+    train_alike(replicated(), (24, 24))
     return {}
 
 
@@ -328,18 +323,13 @@ def without_backward() -> dict[str, Any]:
 
 def steady() -> dict[str, Any]:
     """Twelve steps, of which one process has a longer batch in one, at a time at which they do not ask."""
-    plain, planned = replicated(), replicated()
-    lengths = [24] * 4 + [24 + 8 * RANK] + [24] * 7
-    train_alike(plain, lengths)
     asked: list[int] = []
     own = Group.all_of
     Group.all_of = lambda group, flags, place: (asked.append(1), own(group, flags, place))[1]  # type: ignore[method-assign]
     try:
-        found = train(planned, *lengths, asked=asked)
+        return same_training(replicated, [24] * 4 + [24 + 8 * RANK] + [24] * 7, asked=asked)
     finally:
         Group.all_of = own  # type: ignore[method-assign]
-    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
-    return {**found, "equal": all(has_same_bits(a.detach(), b.detach()) for a, b in pairs)}
 
 
 def grown() -> dict[str, Any]:

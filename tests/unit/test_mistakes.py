@@ -1,5 +1,6 @@
 """The mistakes of the first hour: swapped arguments, paths, classes, typos, another model's plan. None costs a step."""
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -139,11 +140,15 @@ def test_arguments_of_another_kind(call: Callable[[], object], message: str) -> 
     assert recollect.applied_to(MODEL) == []
 
 
+def edited(made: recollect.Plan | recollect.Profile, **changes: Any) -> bytes:
+    return json.dumps({**json.loads(made.to_json()), **changes}).encode()
+
+
 @pytest.mark.parametrize(("kind", "what"), [(recollect.Plan, "a plan"), (recollect.Profile, "a profile")])
 def test_files_that_cannot_be_loaded(
     kind: type[recollect.Plan] | type[recollect.Profile], what: str, tmp_path: Path
 ) -> None:
-    """A missing file, one in a missing folder, a folder, an empty file, and JSON of the other kind."""
+    """Nothing there, a folder, an empty file, no text, no JSON, and JSON of a later version or the other kind."""
     with pytest.raises(
         MissingFileError, match=rf"none\.json: no such file, expected {what} that .*(Make|Record) one: "
     ):
@@ -156,10 +161,17 @@ def test_files_that_cannot_be_loaded(
     (tmp_path / "empty.json").write_text("\n")
     with pytest.raises(error, match=rf"empty\.json: is empty, expected {what} that "):
         kind.load(tmp_path / "empty.json")
-    other = PROFILE if kind is recollect.Plan else PLAN
-    other.save(tmp_path / "other.json")
-    with pytest.raises(error, match=r"other\.json: .*got \"recollect\.\w+\", expected 'recollect\.\w+'"):
-        kind.load(tmp_path / "other.json")
+    own, other = (PLAN, PROFILE) if kind is recollect.Plan else (PROFILE, PLAN)
+    bad = {
+        rf"not {what}": b"\xff\xfe\x00",
+        r"line 1, column 11: not JSON": b'{"format":',
+        r"version: got 99, but this recollect reads up to \d\. Update": edited(own, version=99),
+        r"format: got \"recollect\.\w+\", expected 'recollect\.\w+'": edited(other),
+    }
+    for message, data in bad.items():
+        (tmp_path / "bad.json").write_bytes(data)
+        with pytest.raises(error, match=rf"bad\.json: {message}"):
+            kind.load(tmp_path / "bad.json")
 
 
 OPTIMIZER_CALLS: dict[str, Callable[[Any], object]] = {

@@ -187,15 +187,7 @@ def test_diff_names_what_changes() -> None:
     assert llama_plan().diff(llama_plan()) == "no difference"
 
 
-def test_json_round_trip_and_file(tmp_path: Path) -> None:
-    plan = llama_plan()
-    assert Plan.from_json(plan.to_json()) == plan
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    assert repr(Plan.load(tmp_path / "plan.json")) == repr(plan)
-
-
-def test_every_number_of_a_plan_is_in_its_json() -> None:
+def test_every_number_of_a_plan_is_in_its_file(tmp_path: Path) -> None:
     plan = dataclasses.replace(
         llama_plan(),
         note="tried",
@@ -212,7 +204,9 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     )
     data = [field for field in dataclasses.fields(plan) if field.compare]
     assert all(getattr(plan, field.name) != field.default for field in data)
-    assert Plan.from_json(plan.to_json()) == plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan == Plan.from_json(plan.to_json())
+    assert repr(Plan.load(tmp_path / "plan.json")) == repr(plan)
 
 
 def test_json_is_made_for_editing() -> None:
@@ -282,10 +276,8 @@ def unit(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (document(version=3), r"version: got 3, but this recollect reads up to 2\. Update recollect"),
         (document(version="1"), 'version: got "1", expected an integer, 1 or more'),
         (document(version=True), "version: got true, expected an integer"),
-        (document(format="recollect.profile"), "format: got \"recollect.profile\", expected 'recollect.plan'"),
         ([], r"document: got \[\], expected an object"),
         ({"format": "recollect.plan", "version": 1}, "document: the key 'units' is missing"),
         (document(extra=1), "extra: unknown key, expected one of format, version, units"),
@@ -329,18 +321,6 @@ def test_malformed_documents_say_where(bad: object, message: str) -> None:
 def test_text_that_is_no_document(text: str, message: str) -> None:
     with pytest.raises(PlanFormatError, match=message):
         Plan.from_json(text)
-
-
-def test_file_errors_name_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "edited.json"
-    path.write_text(json.dumps(document(version=3)))
-    with pytest.raises(PlanFormatError, match=r"edited\.json: version: got 3"):
-        Plan.load(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanFormatError, match=r"edited\.json: not a plan"):
-        Plan.load(path)
-    with pytest.raises(FileNotFoundError):
-        Plan.load(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize(

@@ -145,42 +145,48 @@ def test_profile_messages(changes: dict[str, Any], message: str) -> None:
         replace(stack(2), **changes)
 
 
-@pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
-def test_round_trip_through_files(name: str, tmp_path: Path) -> None:
-    profile().save(tmp_path / name)
-    assert Profile.load(tmp_path / name) == profile()
+_DEFAULT = VariantRecord((1,), (0,), 4096, 8192, ((512, -512, 0), (64, 0, -1)), 1e-3, is_default=True)
 
 
-def test_round_trip_of_what_watching_takes() -> None:
-    graph = replace(layer(), tape_s=1e-5, module_tape_s=(("norm", 2e-5), ("mlp.act", 3e-5)))
-    made = stack(2, graph=graph)
-    again = Profile.from_json(made.to_json())
-    assert again == made
-    assert again.graphs[1].watched_s({1}) == pytest.approx(3e-5)
+def _graph(*variants: VariantRecord) -> UnitGraph:
+    values = ValueRecord("input", 4096, None), ValueRecord("up.mm", 4096, 0, saved=True)
+    return UnitGraph(values, (OpRecord("up.mm", (0,), (1,), 1e-4),), variants=variants, eager_s=2e-3)
 
 
-def test_link_to_the_host_in_files_and_not_in_older_ones() -> None:
-    made = replace(profile(), to_host_bytes_per_s=2e9, from_host_bytes_per_s=3e9, host_latency_s=4e-6)
-    assert Profile.from_json(made.to_json()) == copy.deepcopy(made) == made != profile()
-    older = json.loads(made.to_json())
+def linked() -> Profile:
+    return replace(profile(), to_host_bytes_per_s=2e9, from_host_bytes_per_s=3e9, host_latency_s=4e-6)
+
+
+MADE = {
+    "step": profile(),
+    "link": linked(),
+    "watching": stack(2, graph=replace(layer(), tape_s=1e-5, module_tape_s=(("norm", 2e-5), ("mlp.act", 3e-5)))),
+    "variants": stack(1, graph=_graph(_DEFAULT, replace(_DEFAULT, kept=(), is_default=False, is_estimated=True))),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_is_a_value_that_files_keep(made: Profile, tmp_path: Path) -> None:
+    assert copy.deepcopy(made) == made == pickle.loads(pickle.dumps(made))
+    assert hash(copy.deepcopy(made)) == hash(made)
+    for name in ("step.json", "step.json.gz"):
+        made.save(tmp_path / name)
+        assert Profile.load(tmp_path / name) == made
+    with pytest.raises(TypeError):
+        made.persistent["parameters"] = 0  # type: ignore[index]
+
+
+def test_older_files_know_no_link_to_the_host() -> None:
+    older = json.loads(linked().to_json())
     for name in ("to_host_bytes_per_s", "from_host_bytes_per_s", "host_latency_s"):
         del older[name]
-    assert Profile.from_json(json.dumps(older)) == replace(
-        made, to_host_bytes_per_s=0.0, from_host_bytes_per_s=0.0, host_latency_s=0.0
-    )
+    assert Profile.from_json(json.dumps(older)) == profile() != linked()
 
 
 def test_compressed_files_of_equal_profiles_are_equal(tmp_path: Path) -> None:
     profile().save(tmp_path / "a.gz")
     profile().save(tmp_path / "b.gz")
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
-
-
-def test_is_a_value() -> None:
-    assert copy.deepcopy(profile()) == profile() == pickle.loads(pickle.dumps(profile()))
-    assert hash(profile()) == hash(copy.deepcopy(profile()))
-    with pytest.raises(TypeError):
-        profile().persistent["parameters"] = 0  # type: ignore[index]
 
 
 def test_repr_says_what_was_recorded() -> None:
@@ -197,21 +203,11 @@ def edited(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not JSON"),
-        (edited(version=4), "version: got 4, but this recollect reads up to 3"),
-        (edited(format="other"), "format: got \"other\", expected 'recollect.profile'"),
-        (edited(step_s=-1.0), r"step_s: got -1\.0"),
         (edited(to_host_bytes_per_s="fast"), 'to_host_bytes_per_s: got "fast", expected a finite number'),
-        (
-            edited(host_latency_s=-1.0),
-            r"host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more",
-        ),
         (edited(step_s=None), "step_s: got null, expected a finite number"),
         (edited(fake="yes"), 'fake: got "yes", expected true or false'),
-        (edited(persistent={"parameters": -1}), "persistent.parameters: got -1, expected an integer, 0 or more"),
         (edited(persistent=[]), r"persistent: got \[\], expected an object"),
         (edited(calls=[{"path": "a"}]), r"calls\[0\]: the key 'graph' is missing"),
-        (edited(calls=[{"path": "a", "graph": 7}]), "call 0 .* graph 7, expected 0 to 2"),
         (edited(log={"events": [[1, 2.5]]}), r"log\.events\[0\]: got \[1, 2\.5\], expected an array"),
         (
             edited(calls=[{"path": "a", "graph": 0, "origins": [[1, 2]]}]),
@@ -303,15 +299,9 @@ def test_all_numbers_are_edited_by_the_test_above() -> None:
     assert names >= {"version", "step_s", "parameters", "calibration_bytes", "graph", "nbytes", "time_s"}
 
 
-def test_infinite_times_in_an_edited_file() -> None:
-    with pytest.raises(ProfileFormatError, match="got Infinity, expected a finite number"):
-        Profile.from_json(profile().to_json().replace('"time_s":1e-05', '"time_s":Infinity'))
-
-
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("step.json", b"\xff\xff"),
         ("step.json.gz", b"no gzip"),
         ("step.json.gz", gzip.compress(b"{}" * 100, mtime=0)[:-12]),
     ],
@@ -320,12 +310,6 @@ def test_file_that_is_no_profile_is_named(name: str, data: bytes, tmp_path: Path
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ProfileFormatError, match=r"step\.json.*: not a profile: .* Record it again\."):
         Profile.load(tmp_path / name)
-
-
-def test_file_errors_name_the_file(tmp_path: Path) -> None:
-    (tmp_path / "edited.json").write_text(edited(version=9))
-    with pytest.raises(ProfileFormatError, match=r"edited\.json: version: got 9"):
-        Profile.load(tmp_path / "edited.json")
 
 
 def test_an_event_is_handled_before_it_is_yielded() -> None:
@@ -354,20 +338,6 @@ def test_an_event_is_handled_before_it_is_yielded() -> None:
 def test_cuda_hands_out_whole_blocks(nbytes: int, on_cuda: int) -> None:
     assert block_bytes(nbytes, "cuda") == block_bytes(nbytes, "cuda:1") == on_cuda
     assert block_bytes(nbytes, "cpu") == nbytes
-
-
-_DEFAULT = VariantRecord((1,), (0,), 4096, 8192, ((512, -512, 0), (64, 0, -1)), 1e-3, is_default=True)
-
-
-def _graph(*variants: VariantRecord) -> UnitGraph:
-    values = ValueRecord("input", 4096, None), ValueRecord("up.mm", 4096, 0, saved=True)
-    return UnitGraph(values, (OpRecord("up.mm", (0,), (1,), 1e-4),), variants=variants, eager_s=2e-3)
-
-
-def test_variants_survive_a_file() -> None:
-    graph = _graph(_DEFAULT, replace(_DEFAULT, kept=(), is_default=False, is_estimated=True))
-    profile = Profile((graph,), (UnitCall("layers.0", 0),), StepLog(), 1.0)
-    assert Profile.from_json(profile.to_json()) == profile
 
 
 def test_a_bad_variant_in_a_file_says_where() -> None:
