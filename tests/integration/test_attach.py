@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hugging_face_flag
 import recollect
+from gradients import assert_same_weights
 from recollect.attaching.attached import Attached
 from recollect.engine.content import has_same_bits
 from recollect.errors import (
@@ -115,11 +116,6 @@ def run_both(loop: Loop, budget: int | str = "95%", make: Callable[[], nn.Module
     loop(model, optimizer)
     assert_same_weights(plain, model)
     return attached
-
-
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for (name, expected), got in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert has_same_bits(expected.detach(), got.detach()), name
 
 
 def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:

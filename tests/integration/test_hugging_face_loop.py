@@ -9,8 +9,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 import hugging_face_flag  # noqa: E402
 import recollect  # noqa: E402
+from gradients import assert_same_weights  # noqa: E402
 from hugging_face_trainers import VOCABULARY, gpt2, llama, lora  # noqa: E402
-from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError  # noqa: E402
 from recollect.integrations.megatron import RollCheckpointing  # noqa: E402
 from recollect.integrations.roll import apply_roll_checkpointing  # noqa: E402
@@ -46,8 +46,7 @@ def train(model: Any, budget: str | None, num_steps: int = 3) -> tuple[Any, Any,
 def test_weights_are_as_without_it_and_the_budget_holds(new_model: Any) -> None:
     plain, _, plain_peaks = train(new_model(), None)
     model, attached, peaks = train(new_model(), "70%")
-    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert has_same_bits(expected.detach(), found.detach()), name
+    assert_same_weights(plain, model)
     assert attached.recorded_steps == [0]
     assert max(peaks) <= attached.budget_bytes < min(plain_peaks)
 
@@ -57,8 +56,7 @@ def test_adapters() -> None:
     pytest.importorskip("peft", reason="needs peft")
     plain, _, _ = train(lora(small_llama()), None)
     model, attached, _ = train(lora(small_llama()), "80%")
-    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert has_same_bits(expected.detach(), found.detach()), name
+    assert_same_weights(plain, model)
     assert attached.plan is not None
     assert model.base_model.model.config.use_cache is False
 

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 import recollect.integrations.lightning as integration  # noqa: E402
+from gradients import assert_same_weights  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
-from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
 
@@ -35,11 +35,6 @@ def fit(
     runs = trainer(str(folder), *callbacks, **{"max_epochs": 2, **changes})
     runs.fit(module, loader(3), loader(1), ckpt_path=path)
     return module
-
-
-def assert_same_weights(one: Automatic, other: Automatic) -> None:
-    for (name, expected), got in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert has_same_bits(expected.detach(), got.detach()), name
 
 
 def test_checkpoints_evaluation_and_logs_are_as_without_a_budget(tmp_path: Path) -> None:

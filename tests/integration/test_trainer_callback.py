@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 
 import hugging_face_flag  # noqa: E402
+from gradients import assert_same_weights  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
-from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, BudgetWarning, ConfigError, NotYetError  # noqa: E402
 from recollect.integrations.trainers import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
@@ -47,11 +47,6 @@ def train(args: Any, *callbacks: Any, resume: str | None = None, layers: int = 2
     return trainer
 
 
-def assert_same_weights(one: Trainer, other: Trainer) -> None:
-    for (name, expected), got in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
-        assert has_same_bits(expected.detach(), got.detach()), name
-
-
 @pytest.mark.parametrize("engine", long_but(["tape"], ["tape", "graph"]))
 def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(engine: Any, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
@@ -65,7 +60,7 @@ def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(engine: An
     plain = train(options(tmp_path / "plain", **changes))
     budget = MemoryBudget("75%", engine=engine)
     within = train(options(tmp_path / "within", **changes), budget)
-    assert_same_weights(plain, within)
+    assert_same_weights(plain.model, within.model)
     assert isinstance(budget.attached, Attached) and budget.attached.num_steps == 12
     assert not any("recollect" in str(vars(module).get("forward")) for module in within.model.modules())
     numbers = [entry for entry in within.state.log_history if "memory_budget_bytes" in entry]
@@ -89,7 +84,7 @@ def test_a_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     train(args, MemoryBudget("75%"))
     budget = MemoryBudget("75%")
     resumed = train(args, budget, resume=str(tmp_path / "within/checkpoint-5"))
-    assert_same_weights(plain, resumed)
+    assert_same_weights(plain.model, resumed.model)
     assert budget.attached is not None and budget.attached.num_steps == 7
 
 
@@ -101,7 +96,7 @@ def test_host_memory_has_the_bits_of_training_without(tmp_path: Path) -> None:
         within = train(args, budget, layers=6)
     assert budget.attached is not None and budget.attached.plan is not None
     assert budget.attached.plan.offloads
-    assert_same_weights(train(args, layers=6), within)
+    assert_same_weights(train(args, layers=6).model, within.model)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +150,7 @@ def test_an_interrupted_training_leaves_a_plain_model_and_can_begin_anew(tmp_pat
     # A trainer seeds when it is made.
     transformers.set_seed(trainer.args.seed)
     trainer.train()
-    assert_same_weights(plain, trainer)
+    assert_same_weights(plain.model, trainer.model)
     assert budget.attached is not None and budget.attached.num_steps == 12
 
 

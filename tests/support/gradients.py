@@ -107,6 +107,11 @@ def assert_same_gradients(expected: Mapping[str, Tensor], got: Mapping[str, Tens
         )
 
 
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for (name, expected), got in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert has_same_bits(expected.detach(), got.detach()), name
+
+
 def _difference(expected: Tensor, got: Tensor) -> str:
     if expected.dtype != got.dtype or expected.shape != got.shape:
         return (
