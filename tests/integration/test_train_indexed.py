@@ -84,15 +84,15 @@ def test_data_that_do_not_suffice(tmp_path: Path) -> None:
         load_corpus(flags(prefix), seed=0)
     with pytest.raises(DataError, match=r"indexed dataset .*nowhere: no file .*nowhere\.idx, expected a pair"):
         load_corpus(flags(tmp_path / "nowhere"), seed=0)
-    with pytest.raises(DataError, match=r"corpus: validation has \d+ tokens, expected at least 17 .* with --split"):
+    with pytest.raises(DataError, match=r"corpus, validation: got \d+ tokens, expected at least 17 .* with --split"):
         load_corpus(flags(prefix, split="98,2"), seed=0, vocab_size=256)
-    with pytest.raises(DataError, match=r"training has \d+ tokens, expected at least 5001 .* Lower --seq-length"):
+    with pytest.raises(DataError, match=r"training: got \d+ tokens, expected at least 5001 .* Lower --seq-length"):
         load_corpus(flags(prefix, seq_length=5000), seed=0, vocab_size=256)
     with pytest.raises(
         DataError, match=r"--split 0,1: leaves no document to train on, expected a first number above 0"
     ):
         load_corpus(flags(prefix, split="0,1"), seed=0, vocab_size=256)
-    with pytest.raises(DataError, match=r"valid.* expected at least 17 .* give more data with --valid-data-path"):
+    with pytest.raises(DataError, match=r"valid.* expected at least 17 .* more documents with --valid-data-path"):
         tiny = write_dataset(tmp_path, "tiny", count=1)
         data = flags(train_data_path=(str(prefix),), valid_data_path=(str(tiny),))
         load_corpus(data, seed=0, vocab_size=256)

@@ -15,7 +15,6 @@ from recollect.lab.train.documents import Tokenizer, Tokens, open_tokenizer, rea
 from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
 from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
-_SIDES = ("training", "validation", "test")
 _Side: TypeAlias = tuple[list[tuple[Path, float | None]], float, float]
 
 
@@ -47,10 +46,10 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
         return _load_indexed(flags, seed, vocab_size)
     tokenizer = open_tokenizer(flags.tokenizer, vocab_size=vocab_size)
     training, validation = _split_text(tokenizer, flags)
-    _check_length("training", training, flags.seq_length, "Add data or lower --seq-length.")
+    _check_length("training data", training.size, flags.seq_length, "Add data or lower --seq-length.")
     if flags.validation_fraction:
         advice = "Add data, lower --seq-length, or set --validation-fraction (0 turns validation off)."
-        _check_length("validation", validation, flags.seq_length, advice)
+        _check_length("validation data", validation.size, flags.seq_length, advice)
     return Corpus(
         training=TokenWindows(training, seq_length=flags.seq_length, seed=seed),
         validation=TokenWindows(validation, seq_length=flags.seq_length, seed=None) if validation.size else None,
@@ -86,10 +85,10 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 
-def _check_length(side: str, tokens: Tokens, seq_length: int, advice: str) -> None:
-    if tokens.size < seq_length + 1:
+def _check_length(data: str, num_tokens: int, seq_length: int, advice: str) -> None:
+    if num_tokens < seq_length + 1:
         raise DataError(
-            f"{side} data: got {tokens.size} tokens, expected at least {seq_length + 1} (one sequence of --seq-length "
+            f"{data}: got {num_tokens} tokens, expected at least {seq_length + 1} (one sequence of --seq-length "
             f"{seq_length} and the token after it). {advice}"
         )
 
@@ -113,6 +112,9 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
         )
     sides: list[Windows | None] = []
     for side, (blend, begin, end) in enumerate(proportions):
+        name, where = (("training", "--train-data-path"), ("validation", "--valid-data-path"))[side]
+        if flags.data_path:
+            where = "--split (a second number of 0 turns validation off)"
         sources: list[PackedDocuments] = []
         weights: list[float] = []
         for prefix, weight in blend:
@@ -124,7 +126,8 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
                 seed=None if side else seed,
                 vocab_size=vocab_size,
             )
-            _check_has_windows(source, prefix, flags, side)
+            advice = f"Lower --seq-length, or give {name} more documents with {where}."
+            _check_length(f"indexed dataset {prefix}, {name}", source.num_tokens, flags.seq_length, advice)
             sources.append(source)
             weights.append(source.num_windows if weight is None else weight)
         sides.append(BlendedWindows(sources, weights) if len(sources) > 1 else next(iter(sources), None))
@@ -158,11 +161,11 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | Non
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parse "969,30,1" into fractions for training, validation and test."""
     numbers = [_number(part) for part in text.split(",")]
-    if len(numbers) > len(_SIDES) or any(number is None or number < 0 for number in numbers) or not any(numbers):
+    if len(numbers) > 3 or any(number is None or number < 0 for number in numbers) or not any(numbers):
         raise DataError(
             f"--split {text}: expected one to three numbers of at least 0, for training, validation and test, such as 969,30,1."
         )
-    given = [number or 0.0 for number in [*numbers, 0.0, 0.0][: len(_SIDES)]]
+    given = [number or 0.0 for number in [*numbers, 0.0, 0.0][:3]]
     training, validation, test = (number / sum(given) for number in given)
     return training, validation, test
 
@@ -174,19 +177,6 @@ def _sides(flags: DataFlags) -> list[_Side]:
         return [(parse_blend(words, flag), 0.0, 1.0) for words, flag in whole]
     blend, shares = parse_blend(flags.data_path, "--data-path"), parse_split(flags.split)
     return [(blend if shares[side] else [], sum(shares[:side]), sum(shares[: side + 1])) for side in (0, 1)]
-
-
-def _check_has_windows(source: PackedDocuments, prefix: Path, flags: DataFlags, side: int) -> None:
-    if source.num_windows:
-        return
-    name = _SIDES[side]
-    advice = f"give more data with --{('train', 'valid')[side]}-data-path"
-    if flags.data_path:
-        advice = f"give {name} more documents with --split (a second number of 0 turns validation off)"
-    raise DataError(
-        f"indexed dataset {prefix}: {name} has {source.num_tokens} tokens, expected at least {flags.seq_length + 1} (one "
-        f"sequence of --seq-length {flags.seq_length} and the token after it). Lower --seq-length, or {advice}."
-    )
 
 
 def _number(text: str) -> float | None:
