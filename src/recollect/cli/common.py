@@ -3,6 +3,7 @@
 That is tables on the console, and files and pictures that are checked before the work begins.
 """
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -48,17 +49,11 @@ def describe_step(profile: Profile) -> str:
 
 def check_folder(path: Path, flag: str = "") -> None:
     """Check that a file can be written, before the work for its content begins."""
-    problem = ""
-    if not path.parent.is_dir():
-        problem = f"no folder {path.parent}"
-    elif path.is_dir():
-        problem = "Is a directory"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "Permission denied"
-    if problem:
-        raise RecollectError(
-            f"{flag} {path}: cannot be written ({problem}), expected a file in a writable folder.".lstrip()
-        )
+    with writing(path, flag=flag):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def write_file(path: Path, text: str, console: Console, *, flag: str = "", note: str = "") -> None:
