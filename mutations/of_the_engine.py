@@ -580,4 +580,10 @@ MUTATIONS = (
         "applying.py",
         (("is_alone=is_alone)", "is_alone=False)"),),
     ),
+    Mutation(
+        "shared-modules-named-once",
+        "a module that layers share has the name of the first layer in all of them, which their plans do not know",
+        "engine/tape_forwards.py",
+        (("self.names[mode.unit_path]", "next(iter(self.names.values()))"),),
+    ),
 )

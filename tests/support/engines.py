@@ -35,7 +35,7 @@ def traced(model: nn.Module, paths: Sequence[str], policy: Policy) -> Applied:
     ids = {id(unit) for unit in units.values()}
     # Units share traces if the policy tells them apart by nothing.
     forwards = [
-        GraphForward(path, unit, tape, scope_forwards(unit, tape, ids), isinstance(policy, Uniform) or path)
+        GraphForward(path, unit, tape, scope_forwards({path: unit}, tape, ids), isinstance(policy, Uniform) or path)
         for path, unit in units.items()
     ]
     return Traced(model, [*forwards, *eager_forwards(model, paths, forwards)], None)

@@ -1,6 +1,8 @@
 """Runs units on a tape, and has the modules inside them tell it which one is running."""
 
-from collections.abc import Callable, Container, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +26,23 @@ def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> li
     """
     units = {path: unit_module(model, path) for path in unit_paths}
     unit_ids = {id(unit) for unit in units.values()}
-    forwards: list[PlacedForward] = []
+    # A compiled forward is kept as a whole.
+    seen = {path: unit for path, unit in units.items() if not has_compiled_forward(unit)}
+    forwards = [UnitForward(unit, tape, path) for path, unit in units.items()]
+    return [*forwards, *scope_forwards(seen, tape, unit_ids)]
+
+
+def scope_forwards(units: Mapping[str, nn.Module], tape: Tape, unit_ids: Container[int]) -> list[ScopeForward]:
+    """Return the forwards that tell a tape which module inside units is running, except modules with these ids.
+
+    A module that units share, such as an activation, has a name in each.
+    """
+    forwards: dict[int, ScopeForward] = {}
     for path, unit in units.items():
-        forwards.append(UnitForward(unit, tape, path))
-        if not has_compiled_forward(unit):  # A compiled forward is kept as a whole.
-            forwards += scope_forwards(unit, tape, unit_ids)
-    return forwards
-
-
-def scope_forwards(unit: nn.Module, tape: Tape, unit_ids: Container[int]) -> list[PlacedForward]:
-    """Return the forwards that tell a tape which module inside a unit is running, except modules with these ids."""
-    return [ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in unit_ids]
+        for name, module in _plain_submodules(unit):
+            if id(module) not in unit_ids:
+                forwards.setdefault(id(module), ScopeForward(module, tape)).names.setdefault(path, name)
+    return list(forwards.values())
 
 
 def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -92,16 +100,17 @@ class UnitForward(PlacedForward):
 class ScopeForward(PlacedForward):
     """Tells the tape which module inside a unit is running: values get the names that the plan uses."""
 
-    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
+    def __init__(self, module: nn.Module, tape: Tape) -> None:
         super().__init__(module)
         self.tape = tape
-        self.scope = scope
+        self.names: dict[str, str] = {}
+        """By unit."""
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self.tape.mode
         if not self.has_looked:
             look_for_compiler(self)
-        if mode is None:
+        if mode is None or mode.unit_path not in self.names:
             return self.forward(*args, **kwargs)
-        return mode.run_module(self.scope, self.forward, args, kwargs)
+        return mode.run_module(self.names[mode.unit_path], self.forward, args, kwargs)

@@ -159,6 +159,15 @@ def test_layer_by_hand() -> None:
     assert first.chained and [origin[1] for origin in second.origins] == [profile.calls.index(first)]
 
 
+def test_a_module_that_layers_share_has_a_name_in_each() -> None:
+    """Like the activation of all layers of a YOLO."""
+    act = nn.SiLU()
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), act), nn.Sequential(nn.Linear(8, 8), nn.Sequential(act, act)))
+    profile = recollect.record(model, torch.randn(4, 8), loss_fn=mean_square, units=["0", "1"])
+    names = [[op.name for op in profile.graph_of(call).ops] for call in profile.calls[:2]]
+    assert names == [["0.addmm", "1.silu"], ["0.addmm", "1.0.silu", "1.0.silu#1"]]
+
+
 def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
     """A unit's input that the model's own code made: without a plan's help it dies when the model lets go of it."""
 

@@ -49,7 +49,7 @@ from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
-from recollect.engine.tape_forwards import look_for_hooks, scope_forwards
+from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, scope_forwards
 from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
@@ -89,7 +89,7 @@ def graph_forwards(
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
     ids = {id(module) for module in modules.values()}
     return [
-        GraphForward(path, module, tape, scope_forwards(module, tape, ids), tuple(units[path].actions.items()))
+        GraphForward(path, module, tape, scope_forwards({path: module}, tape, ids), tuple(units[path].actions.items()))
         for path, module in modules.items()
     ]
 
@@ -125,7 +125,7 @@ class GraphForward(PlacedForward):
     num_traces = 0
 
     def __init__(
-        self, path: str, module: nn.Module, tape: NotingTape, scopes: list[PlacedForward], actions: Hashable = None
+        self, path: str, module: nn.Module, tape: NotingTape, scopes: list[ScopeForward], actions: Hashable = None
     ) -> None:
         super().__init__(module)
         self.path = path
@@ -358,7 +358,7 @@ class GraphForward(PlacedForward):
         """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
         from recollect._torch_dynamo import module_path
 
-        names = {id(scope.module): scope.scope for scope in reversed(self._scopes)}  # type: ignore[attr-defined]
+        names = {id(scope.module): scope.names[self.path] for scope in self._scopes}
         found: dict[str, str | None] = {}
         for node in graph.graph.nodes:
             path = module_path(node, self.module)
