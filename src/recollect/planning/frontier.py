@@ -214,10 +214,9 @@ def _classics(profile: Profile) -> list[Plan]:
     plans = [classic_plan(profile, name) for name in ("keep_all", "full")]
     if longest_chain(profile) >= 2:
         plans.append(classic_plan(profile, "sqrt"))
-    for n in _STRIDES:
-        if 2 <= n <= longest_chain(profile):
-            plans.append(classic_plan(profile, "every_nth", n))
-    return plans
+    strided = [classic_plan(profile, "every_nth", n) for n in _STRIDES if 2 <= n <= longest_chain(profile)]
+    # The note of "sqrt" tells its stride.
+    return [*plans, *(plan for plan in strided if plan.units != plans[-1].units)]
 
 
 class Prices(NamedTuple):
