@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from rank_processes import run_program
+from rank_processes import rank_results
 from traced_dtensors import LOOPS_OF, RANKS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, _ = run_program(SUPPORT / "traced_dtensors.py", RANKS, tmp_path_factory)
-    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+ranks = rank_results(SUPPORT / "traced_dtensors.py", RANKS)
 
 
 @pytest.mark.parametrize(("loop", "way"), [(loop, way) for way, loops in LOOPS_OF.items() for loop in loops])
@@ -25,12 +22,6 @@ def test_traces_have_the_bits_of_eager_mode(ranks: list[dict[str, Any]], loop: s
     for found in ranks:
         assert found[f"why not {way}"] == [""]
         assert found[f"{loop} {way}"] == {"same": True, "told": []}
-
-
-def test_tensors_that_are_added_to_dtensors(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["why not mixed"] == [""]
-        assert found["once mixed"] == {"same": True, "told": []}
 
 
 def test_a_plan_that_was_suspended_goes_on_from_traces(ranks: list[dict[str, Any]]) -> None:
@@ -46,16 +37,15 @@ def test_the_peak_is_predicted(ranks: list[dict[str, Any]], way: str) -> None:
         assert -5 * 1024 <= found[f"excess {way}"] <= 0
 
 
-def test_a_dtensor_that_is_spread_in_two_ways_stays_on_the_tape(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert (
-            "the gradients of a DTensor are spread in different ways before they are added up"
-            in found["why not respread"]
-        )
-        assert found["once respread"] == {"same": True, "told": []}
+WHY_NOT = {
+    "respread": "the gradients of a DTensor are spread in different ways before they are added up",
+    "drawing": "it draws random numbers for DTensors",
+}
 
 
-def test_random_numbers_for_dtensors_stay_on_the_tape(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("way", WHY_NOT)
+def test_what_stays_on_the_tape_says_why(ranks: list[dict[str, Any]], way: str) -> None:
     for found in ranks:
-        assert "it draws random numbers for DTensors" in found["why not drawing"]
-        assert found["once drawing"]["same"]
+        assert WHY_NOT[way] in found[f"why not {way}"]
+        assert found[f"once {way}"]["same"]
+        assert way == "drawing" or not found[f"once {way}"]["told"]

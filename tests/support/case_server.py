@@ -24,6 +24,16 @@ def join(num_ranks: int) -> int:
     return rank
 
 
+def save_and_exit(found: dict[str, Any]) -> None:
+    """End a process that has joined others, whose words are the rank and a folder."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    rank, folder = sys.argv[1:]
+    torch.save(found, f"{folder}/rank{rank}")
+    os._exit(0)
+
+
 def serve(run: Callable[[str], dict[str, Any]], *, searches_are_short: bool = True) -> None:
     """Run each case whose name comes on standard input, write a line of JSON for it, and end with the input.
 

@@ -1,11 +1,8 @@
 """What two processes run in the tests of tensor, sequence and data parallelism, and of a loss whose head is split."""
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import recollect
-from case_server import join
+from case_server import join, save_and_exit
 from recollect._torch_parallel import fake_process_group
 from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
@@ -153,9 +150,9 @@ def over_gloo() -> Iterator[tuple[str, Any]]:
     yield from in_chunks()
     yield from vocabulary_cases().items()
     odd = llama_config(num_layers=1, hidden_size=48, num_attention_heads=3, vocab_size=64)
-    yield "refused", refusal(lambda: built(odd, "tensor"))
-    yield "real shards", refusal(lambda: recollect.record(built(LLAMA, "data"), batch(), fake=True))
-    yield "group", refusal(lambda: next(alone(dist.get_rank())))
+    yield "refused odd heads", refusal(lambda: built(odd, "tensor"))
+    yield "refused real shards", refusal(lambda: recollect.record(built(LLAMA, "data"), batch(), fake=True))
+    yield "refused group", refusal(lambda: next(alone(dist.get_rank())))
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -284,5 +281,4 @@ if __name__ == "__main__":
     dist.destroy_process_group()
     if own_rank == 0:
         all_found |= dict(alone(own_rank))
-    torch.save(all_found, Path(sys.argv[2]) / f"rank{own_rank}")
-    os._exit(0)
+    save_and_exit(all_found)

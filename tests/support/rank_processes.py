@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asked_cases import AskedCases, asked_cases
 from forked_processes import LONGEST_S, ForkedProcess
 
-__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "rank_cases", "start_ranks", "start_torchrun"]
+__all__ = ["free_port", "outputs_of", "run_ranks", "rank_cases", "rank_results", "start_ranks", "start_torchrun"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -35,11 +36,16 @@ def outputs_of(started: Sequence[subprocess.Popen[str] | ForkedProcess]) -> list
     return [output for output, _ in done]
 
 
-def run_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Run a program in processes that get their rank and a folder; return the folder, and the standard output of each."""
-    folder = folders.mktemp("ranks")
-    started = [ForkedProcess(program, rank, folder) for rank in range(num_ranks)]
-    return folder, outputs_of(started)
+def rank_results(program: Path, num_ranks: int) -> Any:
+    """Return a fixture: what a program that ends with `save_and_exit` found, in each of its processes."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        outputs_of([ForkedProcess(program, rank, folder) for rank in range(num_ranks)])
+        return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(num_ranks)]
+
+    return ranks
 
 
 def rank_cases(program: Path, num_ranks: int) -> Any:
