@@ -182,20 +182,15 @@ def expected_kept_bytes(policy: Policy, depth: int) -> int:
     return depth * kept + (depth - 1) * (OUTPUT_BYTES if policy.output_action("") == Action.KEEP else 0)
 
 
-@every_depth
-def test_plain_step_keeps_what_the_table_says(depth: int) -> None:
-    assert kept_bytes(layers(depth), None) == expected_kept_bytes(KEEP_ALL, depth)
-
-
 @every_plan
 @every_depth
 def test_kept_bytes(plan: str, depth: int) -> None:
+    """The plain step keeps what "keep all" keeps."""
     policy, _ = RERUN[plan]
-    assert kept_bytes(layers(depth), policy) == expected_kept_bytes(policy, depth)
-
-
-def test_nothing_kept_means_nothing() -> None:
-    assert kept_bytes(layers(3), NOTHING_KEPT) == 0
+    model, expected = layers(depth), expected_kept_bytes(policy, depth)
+    assert kept_bytes(model, policy) == expected
+    assert plan != "keep all" or kept_bytes(model, None) == expected
+    assert kept_bytes(model, NOTHING_KEPT) == 0
 
 
 def peak_bytes(model: nn.Sequential, policy: Policy | None) -> int:

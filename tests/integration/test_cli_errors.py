@@ -41,14 +41,11 @@ PARSED = [
     ),
     ("train --data a --data-path b", "--data-path: given with --data, expected one of them. Remove one."),
     ("plan", "--memory-budget: missing. Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the "),
-    (f"{BUDGET} --seq-length 0", "--seq-length: got 0, expected at least 1."),
-    (f"{BUDGET} --num-layers 0", "--num-layers: got 0, expected at least 1."),
     *(
         (f"{BUDGET} {flag} 0", f"{flag}: got 0, expected at least 1.")
-        for flag in ("--vocab-size", "--ffn-hidden-size", "--kv-channels", "--num-query-groups")
+        for flag in "--seq-length --num-layers --vocab-size --ffn-hidden-size --kv-channels --num-query-groups".split()
     ),
     (f"{BUDGET} --num-layers 1000000", "--num-layers: got 1000000, expected 1 to 10000."),
-    (f"{BUDGET} --num-layers=two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --micro_batch_size=two", "--micro-batch-size: got 'two', expected a whole number."),
     (f"{BUDGET} --num-layers two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --dtype bfl6", "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
@@ -95,7 +92,6 @@ ERRORS = [
     (f"{PLAN} --out {{folder}}/none/p.json", "none/p.json: cannot be written"),
     (f"{BUDGET} --hf-config {{folder}}/none.json", "none.json: no such file"),
     (f"{BUDGET} --hf-config {{folder}}/broken.json", "transformers cannot build the model"),
-    (f"{PLAN} --fake --hardware A10", "hardware: got 'A10', expected one of"),
     (f"frontier {STEP} --hardware H100", "hardware: got 'H100' with fake=False"),
     (f"frontier {STEP} --png {{folder}}/none/p.png", "--png {folder}/none/p.png: cannot be written (no folder"),
     (f"frontier {STEP} --html {{folder}}/none/p.html", "--html {folder}/none/p.html: cannot be written"),
@@ -140,10 +136,7 @@ ERRORS = [
         f"{FAKE} --tensor-model-parallel-size 3",
         "Error: --num-attention-heads 4, --tensor-model-parallel-size 3: 4 is not a multiple of 3.",
     ),
-    *(
-        (f"{FAKE} --tensor-model-parallel-size {size}", f"--tensor-model-parallel-size {size}: it counts devices.")
-        for size in (0, -1)
-    ),
+    (f"{FAKE} --tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: it counts devices."),
     (
         f"{FAKE} --data-parallel-size 4 --world-size 2",
         "--data-parallel-size 4, --world-size 2: that leaves 2 ranks of data parallelism. Leave one of them out.",
