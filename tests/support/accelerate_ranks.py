@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
-from hugging_face_trainers import llama, texts
+from hugging_face_trainers import llama, shard_on_the_cpu, texts
 from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case, StepPeaks
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -60,17 +59,9 @@ def _train(
 def _accelerated(*, shards: bool) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         AcceleratorState._reset_state()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if shards else None)
+        accelerator = Accelerator(cpu=True)
         if shards:
-            # Accelerate takes the plugin on accelerators only, though what it then does works on the CPU.
-            accelerator.state.distributed_type = DistributedType.FSDP
-            accelerator.state.fsdp_plugin = plugin
+            shard_on_the_cpu(accelerator)
         assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
         model = llama().train()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -82,22 +73,17 @@ def _accelerated(*, shards: bool) -> Case:
     return run
 
 
-def _replicated(**options: Any) -> Case:
+def _replicated(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
     """DDP and ZeRO-1, as PyTorch's documentation has them."""
-
-    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-        PartialState(cpu=True)
-        model = DistributedDataParallel(llama().train(), **options)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, NUM_STEPS)
-        return model.module, recorded
-
-    return run
+    PartialState(cpu=True)
+    model = DistributedDataParallel(llama().train(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, NUM_STEPS)
+    return model.module, recorded
 
 
 CASES: dict[str, Case] = {
     "DDP": _accelerated(shards=False),
     "FSDP2": _accelerated(shards=True),
-    "ZeRO-1": _replicated(),
-    "ZeRO-1, bucket views": _replicated(gradient_as_bucket_view=True),
+    "ZeRO-1, bucket views": _replicated,
 }

@@ -92,11 +92,6 @@ def _case(
 
 CASES: dict[str, Case] = {
     "0 fp32": _case(0, "fp32", 1),
-    "0 bf16": _case(0, "bf16", 2),
-    "1 fp32": _case(1, "fp32", 2),
-    "1 bf16": _case(1, "bf16", 1),
-    "2 fp32": _case(2, "fp32", 1),
-    "2 bf16": _case(2, "bf16", 2),
     "3 fp32": _case(3, "fp32", 2),
     "3 bf16": _case(3, "bf16", 1, is_made=True),
     # In steps of one process and of the other, both record.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -18,19 +18,23 @@ from recollect.integrations.transformers import MemoryBudget
 VOCABULARY = 256
 
 
+def shard_on_the_cpu(accelerator: Accelerator) -> None:
+    """Accelerate takes the plugin on accelerators only, though what it then does works on the CPU."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+
+
 class Sharding(Trainer):
     """Shards as `fsdp=True, fsdp_config={"version": 2}` does on accelerators; Accelerate leaves the plugin out on CPUs."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
-        self.accelerator.state.distributed_type = DistributedType.FSDP
-        self.accelerator.state.fsdp_plugin = plugin
+        shard_on_the_cpu(self.accelerator)
         self.is_fsdp_enabled = True
 
 
