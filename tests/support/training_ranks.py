@@ -207,8 +207,8 @@ def _no_data(*_: Any, **__: Any) -> Any:
     raise DataError("data notes/: no such folder, expected text. Check --data.")
 
 
-def two_budgets(folder: Path, second: str = "90%") -> dict[str, Any]:
-    return trained(settings(folder, "budgets", memory_budget=("80%", second)[dist.get_rank()]))
+def two_budgets(folder: Path) -> dict[str, Any]:
+    return trained(settings(folder, "budgets", memory_budget=("80%", "90%")[dist.get_rank()]))
 
 
 def missing_devices(folder: Path) -> dict[str, Any]:
@@ -247,30 +247,24 @@ def with_other_layer(stages: list[Any]) -> None:
     stages[-1] = json.loads(re.sub(r'decoder\.layers\.[^"]+', "decoder.layers.7", json.dumps(stages[-1]), count=1))
 
 
-REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "world size": lambda folder: trained(settings(folder, "e", parallel={"tensor_model_parallel_size": 4})),
-    "micro-batches": lambda folder: trained(settings(folder, "e", accumulation=3)),
-    "stages": lambda folder: trained(settings(folder, "e", parallel=INTERLEAVED, num_layers=4, accumulation=3)),
-    "few": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, accumulation=1)),
-    "sharded stages": lambda folder: trained(settings(folder, "e", parallel={**PIPELINE, "use_torch_fsdp2": True})),
-    "small stages": lambda folder: trained(
-        settings(folder, "e", parallel=PIPELINE, memory_budget="1MB", loss_chunks="auto")
-    ),
-    "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
-    "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
-    "delayed scales": lambda folder: trained(settings(folder, "e", eight_bits=FP8)),
-    "parts": lambda folder: trained(settings(folder, "e", memory_budget="90%", distribute_saved_activations=True)),
-    "parts of parts": lambda folder: trained(
-        settings(
-            folder,
-            "e",
-            parallel=LAYOUTS["TP2 SP"],
-            recompute=RecomputeConfig(**FULL, distribute_saved_activations=True),
-        )
-    ),
-    "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PARTS = {"distribute_saved_activations": True}
+# Settings of a run, or what is done.
+REFUSED: dict[str, dict[str, Any] | Callable[[Path], dict[str, Any]]] = {
+    "world size": {"parallel": {"tensor_model_parallel_size": 4}},
+    "micro-batches": {"accumulation": 3},
+    "stages": {"parallel": INTERLEAVED, "num_layers": 4, "accumulation": 3},
+    "few": {"parallel": PIPELINE, "accumulation": 1},
+    "sharded stages": {"parallel": {**PIPELINE, "use_torch_fsdp2": True}},
+    "small stages": {"parallel": PIPELINE, "memory_budget": "1MB", "loss_chunks": "auto"},
+    "device": {"device": "cuda:1"},
+    "resume": {"resume": True},
+    "delayed scales": {"eight_bits": FP8},
+    "parts": {"memory_budget": "90%", **PARTS},
+    "parts of parts": {"parallel": LAYOUTS["TP2 SP"], "recompute": RecomputeConfig(**FULL, **PARTS)},
+    "too small": {"memory_budget": "1MB"},
     "two budgets": two_budgets,
-    "no budget": lambda folder: trained(settings(folder, "e", memory_budget="much")),
+    "no budget": {"memory_budget": "much"},
     "no data": failing_data,
     "devices": missing_devices,
     "plans of fewer stages": plans_of(without_last_stage),
@@ -279,7 +273,6 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Of the micro-batches in flight, one recomputes a layer of each stage.
 PARTIAL = (
     "--size tiny --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
@@ -304,7 +297,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         assert config.optim == OptimFlags(**{**vars(config.optim), "accumulation": None})
         trained(config)
         return json.loads((folder / "default_batch" / "config.json").read_text())["optim"]
-    return REFUSED[name](folder)
+    refused = REFUSED[name]
+    return trained(settings(folder, name, **refused)) if isinstance(refused, dict) else refused(folder)
 
 
 if __name__ == "__main__":
