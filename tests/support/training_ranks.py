@@ -248,7 +248,7 @@ def with_other_layer(stages: list[Any]) -> None:
 
 
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-PARTS = {"distribute_saved_activations": True}
+PARTS: dict[str, Any] = {"distribute_saved_activations": True}
 # Settings of a run, or what is done.
 REFUSED: dict[str, dict[str, Any] | Callable[[Path], dict[str, Any]]] = {
     "world size": {"parallel": {"tensor_model_parallel_size": 4}},
