@@ -11,7 +11,7 @@ MUTATIONS = (
         "called-by-layers-unnamed",
         "a plan does not name a unit that keeps everything and runs within layers, whose values then count as theirs",
         "planning/option_table.py",
-        (("or self.rows[index].path in self._called_by_others", ""),),
+        (("if first < call:", "if False:"),),
     ),
     Mutation(
         "draws-written-over",

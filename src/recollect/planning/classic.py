@@ -21,6 +21,7 @@ from typing import Literal
 
 from recollect.arguments import check_kind
 from recollect.errors import PlanError
+from recollect.planning.option_table import always_named
 from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -58,9 +59,9 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
     check_kind('classic_plan(profile, "full")', "profile", profile, Profile, "recollect.Profile")
     stride, note = _stride(profile, name, n)
     dropped = dropped_outputs(profile, stride=stride) if stride > 1 else frozenset()
-    units = {}
+    units, named = {}, always_named(profile)
     for call in profile.calls:
-        if not call.repeated or call.path in units:
+        if call.path not in named or call.path in units:
             continue
         graph = profile.graph_of(call)
         keeps_output = call.path not in dropped
@@ -68,8 +69,9 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         if graph.variants and keeps_output and (stride == 0 or leanest >= 0):
             units[call.path] = compiled_unit(graph, 0 if stride == 0 else leanest)
         else:
+            keeps_all = stride == 0 or not call.repeated
             units[call.path] = (
-                keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, keeps_output=keeps_output)
+                keep_all_unit(graph) if keeps_all else recompute_all_unit(graph, keeps_output=keeps_output)
             )
     plan = Plan(units, note=note)
     return predicted_plan(profile, plan)

@@ -70,8 +70,7 @@ class OptionTable:
         self.drops_outputs = frozenset(dropped_outputs)
         self.free_outputs = frozenset(free_outputs)
         self.may_drop_outputs = bool(dropped_outputs or free_outputs)
-        self._is_repeated = {call.path: call.repeated for call in profile.calls}
-        self._called_by_others = _called_by_others(profile)
+        self._always_named = always_named(profile)
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
         self._decisions: dict[tuple[object, ...], tuple[CallActions, ...]] = {}
@@ -119,8 +118,7 @@ class OptionTable:
     def _is_named(self, index: int, options: Sequence[Option]) -> bool:
         """Return whether the plan names the row: a layer, what runs in one, recomputes, or reads a dropped output or part."""
         return (
-            self._is_repeated[self.rows[index].path]
-            or self.rows[index].path in self._called_by_others
+            self.rows[index].path in self._always_named
             or self._unit_plan(index, options[index]).recomputes_anything
             or any(self._lacks_output(source, options[source]) for source in self.sources[index])
         )
@@ -209,9 +207,9 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
     return options_with_known
 
 
-def _called_by_others(profile: Profile) -> set[str]:
-    """Return the units that run while others do, such as a module for positions that attention layers are given."""
-    found: set[str] = set()
+def always_named(profile: Profile) -> set[str]:
+    """Return the layers, and the units that run while others do, such as a module for positions that layers are given."""
+    found = {call.path for call in profile.calls if call.repeated}
     first = len(profile.calls)
     for (call,) in reversed([*profile.log.operands(RETURN)]):
         if first < call:  # It began earlier, and returns later.

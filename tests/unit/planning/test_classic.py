@@ -3,7 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import recollect
+from blocks import Computes
 from recollect.errors import PlanError
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
@@ -33,6 +37,25 @@ def test_full_drops_every_value_of_the_layers_and_keeps_their_outputs() -> None:
     assert outputs(plan) == ["keep"] * 4
     # norm, up and act run again in each layer: 0.23 s each; the last product's result is nobody's input in backward.
     assert plan.predicted_slowdown == pytest.approx(4 * 0.23 / profile.step_s)
+
+
+def test_what_layers_are_given_keeps_all_under_its_own_name() -> None:
+    """Its values would count as those of the layers that call it, with a warning that the plan does not fit."""
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        for one in self.layers:
+            x = one(x, self.scores)
+        return x.square().mean()
+
+    layers = nn.ModuleList(
+        Computes(lambda self, x, scores: self.linear(x + scores(x)), linear=nn.Linear(8, 8)) for _ in "12"
+    )
+    scores = Computes(lambda self, x: self.table(torch.arange(len(x))).exp(), table=nn.Embedding(4, 8))
+    model = Computes(run, layers=layers, scores=scores)
+    plan = classic(recollect.record(model, torch.ones(4, 8)), "full")
+    assert not plan.units["scores"].recomputes_anything
+    with recollect.apply(model, plan):
+        model(torch.ones(4, 8)).backward()
 
 
 def test_every_third_keeps_the_input_of_every_third_layer() -> None:
