@@ -431,4 +431,10 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation(
+        "shared-modules-left-on-the-tape",
+        "layers that share a module with one on the tape are not traced either",
+        "engine/graph/graph_engine.py",
+        (("if not self.why_not or scope.is_shared:", "if not self.why_not:"),),
+    ),
 )

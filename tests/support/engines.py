@@ -12,7 +12,7 @@ from recollect.engine.eager_forward import eager_forwards
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.engine.graph.noting_tape import NotingTape
 from recollect.engine.placed_forward import Applied, unit_module
-from recollect.engine.tape_forwards import scope_forwards
+from recollect.engine.tape_forwards import scopes_by_unit
 
 
 class CountingTape(NotingTape):
@@ -32,10 +32,10 @@ def applied(engine: str, model: Model, policy: Policy) -> Applied:
 def traced(model: nn.Module, paths: Sequence[str], policy: Policy) -> Applied:
     tape = CountingTape(policy)
     units = {path: unit_module(model, path) for path in paths}
-    ids = {id(unit) for unit in units.values()}
+    scopes = scopes_by_unit(units, tape)
     # Units share traces if the policy tells them apart by nothing.
     forwards = [
-        GraphForward(path, unit, tape, scope_forwards({path: unit}, tape, ids), isinstance(policy, Uniform) or path)
+        GraphForward(path, unit, tape, scopes[path], isinstance(policy, Uniform) or path)
         for path, unit in units.items()
     ]
     return Traced(model, [*forwards, *eager_forwards(model, paths, forwards)], None)

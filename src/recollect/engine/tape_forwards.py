@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
@@ -43,6 +45,16 @@ def scope_forwards(units: Mapping[str, nn.Module], tape: Tape, unit_ids: Contain
             if id(module) not in unit_ids:
                 forwards.setdefault(id(module), ScopeForward(module, tape)).names.setdefault(path, name)
     return list(forwards.values())
+
+
+def scopes_by_unit(units: Mapping[str, nn.Module], tape: Tape) -> dict[str, list[ScopeForward]]:
+    """Return such forwards for each unit by itself, which are in place only while it runs on the tape."""
+    unit_ids = {id(unit) for unit in units.values()}
+    found = {path: scope_forwards({path: unit}, tape, unit_ids) for path, unit in units.items()}
+    times = Counter(id(scope.module) for scopes in found.values() for scope in scopes)
+    for scope in itertools.chain(*found.values()):
+        scope.is_shared = times[id(scope.module)] > 1
+    return found
 
 
 def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -99,6 +111,9 @@ class UnitForward(PlacedForward):
 
 class ScopeForward(PlacedForward):
     """Tells the tape which module inside a unit is running: values get the names that the plan uses."""
+
+    is_shared = False
+    """Whether a different unit has the module, too."""
 
     def __init__(self, module: nn.Module, tape: Tape) -> None:
         super().__init__(module)

@@ -250,6 +250,27 @@ def test_tracing_holds_no_attributes(can_be_traced: bool) -> None:
         gc.enable()
 
 
+class Acting(Showing):
+    """Computes with an activation that it may share."""
+
+    def __init__(self, can_be_traced: bool, act: nn.Module) -> None:
+        super().__init__(can_be_traced)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+def test_layers_are_traced_that_share_a_module_with_one_on_the_tape() -> None:
+    act = nn.SiLU()
+    planned = nn.Sequential(*(Acting(can_be_traced, act) for can_be_traced in (False, True, True)))
+    with traced(planned, PATHS, FULL) as handle:
+        for _ in range(3):
+            plainly(planned)
+        assert [bool(forward.why_not) for forward in traced_forwards(handle)] == [True, False, False]
+
+
 # Tracing: its errors, and traced results, which have the layouts of the real ones
 
 

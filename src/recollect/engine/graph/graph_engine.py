@@ -49,7 +49,7 @@ from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
-from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, scope_forwards
+from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, scopes_by_unit
 from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
@@ -87,9 +87,9 @@ def graph_forwards(
     units = {path: unit for path, unit in units.items() if unit.recomputes_anything}
     modules = {path: unit_module(model, path) for path in units}
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
-    ids = {id(module) for module in modules.values()}
+    scopes = scopes_by_unit(modules, tape)
     return [
-        GraphForward(path, module, tape, scope_forwards({path: module}, tape, ids), tuple(units[path].actions.items()))
+        GraphForward(path, module, tape, scopes[path], tuple(units[path].actions.items()))
         for path, module in modules.items()
     ]
 
@@ -311,8 +311,8 @@ class GraphForward(PlacedForward):
             with running_unit(), self.tape.noting(is_on=note is not None) as noted:
                 output = self.tape.run(self.path, self.forward, args, kwargs)
         finally:
-            if not self.why_not:
-                for scope in reversed(self._scopes):
+            for scope in reversed(self._scopes):
+                if not self.why_not or scope.is_shared:  # Dynamo could not trace it in other units.
                     scope.take_off()
         if note is not None:
             if len(self._noted) >= _MOST_KINDS:
