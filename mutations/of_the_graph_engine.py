@@ -437,4 +437,10 @@ MUTATIONS = (
         "engine/graph/graph_engine.py",
         (("if not self.why_not or scope.is_shared:", "if not self.why_not:"),),
     ),
+    Mutation(
+        "traced-types-of-fakes",
+        "norms under autocast on a CPU have statistics of a different type in traces, and stay on the tape",
+        "engine/graph/real_layouts.py",
+        (("is_known = not is_mixed and all(", "is_known = all("),),
+    ),
 )

@@ -299,3 +299,18 @@ def test_traced_results_are_laid_out_as_kernels_do(func: Any, layouts: Any, more
         assert fake.stride() != real.stride(), "PyTorch has changed: find other arguments"
         found = laid_out(func, facts_of(func), args, {}, fake)
     assert found.stride() == real.stride()
+
+
+def test_traced_results_have_the_types_that_kernels_give_them() -> None:
+    """Statistics of a norm in 16 bits are in 32, as its weights, on a CPU under autocast."""
+    func = torch.ops.aten.native_group_norm.default
+
+    def made() -> tuple[Any, ...]:
+        return torch.ones(2, 4, 8, dtype=torch.bfloat16), torch.ones(4), torch.ones(4), 2, 4, 8, 2, 1e-5
+
+    real = [result.dtype for result in func(*made())]
+    with FakeTensorMode():
+        args = made()
+        fake = func(*args)
+        assert [result.dtype for result in fake] != real, "PyTorch has changed: find other arguments"
+        assert [result.dtype for result in laid_out(func, facts_of(func), args, {}, fake)] == real

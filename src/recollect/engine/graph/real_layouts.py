@@ -1,8 +1,8 @@
 """Lays out the results of traced ops as their kernels do, since functions for fake tensors may be wrong.
 
 PyTorch computes an op's results on fake tensors with Python functions, some of which differ from the kernels in the strides of
-results, for arguments that are not contiguous. Autograd asks strides: with other strides it runs other ops. So such an op runs
-once, on zeros: its result is as large as in backward, and is freed at once.
+results, for arguments that are not contiguous, or in their types, for arguments of several types. Autograd asks strides: with
+other strides it runs other ops. So such an op runs once, on zeros: its result is as large as in backward, and is freed at once.
 """
 
 from __future__ import annotations
@@ -22,38 +22,42 @@ _PRODUCTS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
 # The strides that these give to dimensions of size 1 decide whether a tensor counts as channels last.
 _VIEWS: Final = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 
-_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]
+_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 # The layouts of an op's results, for arguments of the same layouts.
 _known: dict[Any, list[_Layout] | None] = {}
 
 
 def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> Any:
-    """Return the fake results of an op, with the strides that its kernel gives them."""
+    """Return the fake results of an op, with the strides and types that its kernel gives them."""
     read, made = tensors_in((args, kwargs)), tensors_in(output)
     is_view = facts.is_view and facts.name in _VIEWS and 1 in made[0].shape
     if func.namespace != "aten" or not made or facts.writes or facts.is_random or facts.name in _PRODUCTS:
         return output
     if facts.is_view and not is_view:
         return output
-    if all(_is_contiguous(tensor) for tensor in (*read, *made)) or not all(_is_plain(tensor) for tensor in read):
+    # As statistics of a norm in 16 bits with weights in 32.
+    is_mixed = len(made) > 1 and len({tensor.dtype for tensor in read if tensor.is_floating_point()}) > 1
+    is_known = not is_mixed and all(_is_contiguous(tensor) for tensor in (*read, *made))
+    if is_known or not all(_is_plain(tensor) for tensor in read):
         return output
     leaves, tree = tree_flatten((args, kwargs))
     key = func, tree, tuple(_signature(leaf) for leaf in leaves)
     if key not in _known:
         _known[key] = _run_on_zeros(func, args, kwargs)
     real = _known[key]
-    if real is None or [shape for shape, _ in real] != [tensor.shape for tensor in made]:
+    if real is None or [shape for shape, *_ in real] != [tensor.shape for tensor in made]:
         return output
-    strides = iter([stride for _, stride in real])
+    layouts = iter(real)
     if is_view:
-        return output if output.stride() == real[0][1] else args[0].as_strided(*real[0], args[0].storage_offset())
+        return output if output.stride() == real[0][1] else args[0].as_strided(*real[0][:2], args[0].storage_offset())
 
     def corrected(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
-        stride = next(strides)
-        return result if stride == result.stride() else result.new_empty_strided(result.shape, stride)
+        shape, stride, dtype = next(layouts)
+        is_right = (stride, dtype) == (result.stride(), result.dtype)
+        return result if is_right else result.new_empty_strided(shape, stride, dtype=dtype)
 
     return tree_map(corrected, output)
 
@@ -63,7 +67,7 @@ def _run_on_zeros(func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
     try:
         with unset_fake_temporarily(), torch.no_grad():
             found = func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
-            return [(tensor.shape, tensor.stride()) for tensor in tensors_in(found)]
+            return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_in(found)]
     except Exception:
         return None
 
