@@ -164,6 +164,12 @@ MUTATIONS = (
         (("any(n._sequence_nr() >= num_nodes for n in nodes)", "False"),),
     ),
     Mutation(
+        "graph-kinds-without-autocast",
+        "a unit is traced once for calls under autocast and for those without",
+        "engine/graph/graph_engine.py",
+        (("if any_autocast_is_enabled() else ()", "if False else ()"),),
+    ),
+    Mutation(
         "graph-backward-writes-lost",
         "what a Function's backward writes to a buffer is lost in a trace",
         "engine/graph",

@@ -288,6 +288,22 @@ def test_a_third_shape_where_the_tape_has_learned_what_to_watch() -> None:
         assert num_tape_calls(handle) == 4
 
 
+def test_autocast_in_every_other_step() -> None:
+    def in_turns(run: Run) -> None:
+        for is_on in (False, True) * 3:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                plain(run)
+
+    # The unit's input has the same type in both.
+    case = Case("autocast", FEED_FORWARD.function, calls=lambda units, x: units[0](x.float()))
+    model, expected = case.model(), Run(case.model()).through(in_turns)
+    with applied("graph", model, FULL) as handle:
+        assert_same_gradients(expected, Run(model).through(in_turns))
+        # Once with it, and once without.
+        assert num_tape_calls(handle) == 2
+        assert not any(forward.why_not for forward in traced_forwards(handle))
+
+
 def test_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_engine, "_LONG_S", 0.0)
     model = FEED_FORWARD.model()
