@@ -356,6 +356,12 @@ MUTATIONS = (
         (("return self._forward.blocks.get(maker, [maker])", "return self._forward.groups.get(storage) or [maker]"),),
     ),
     Mutation(
+        "graph-of-what-cannot-run-again",
+        "a plan has layers run from traces that cannot run again what it drops, and these warn as they run",
+        "planning/trace_planner.py",
+        (("if knows and not _is_traced(graphs[path], units[path])}", "if knows and graphs[path].joint is None}"),),
+    ),
+    Mutation(
         "graph-all-or-none",
         "a plan of which not all layers fit the budget from traces runs on the tape as a whole",
         "planning/trace_planner.py",

@@ -15,9 +15,13 @@ from recollect.planning.clocked_planner import tape_planner
 from recollect.planning.output_choices import keeping_outputs
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import PEEK
+from recollect.profile.graph import UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
+from recollect.programs.unit import cut_unit
+from recollect.simulation.decisions import decide_call
 from recollect.simulation.predicted import predicted_plan
 
 # Under "auto", a plan from traces has to be faster than one on the tape by this fraction of the step.
@@ -32,11 +36,24 @@ def traced_where_known(profile: Profile, plan: Plan) -> Plan:
     units = plan.with_engine("graph").units
     # The tape tells of what a layer computes whose modules did not run when it was recorded.
     skips = {path for path, unit in plan.units.items() if unit.may_be_of_a_skip}
-    stay = skips | {path for path, graph in graphs.items() if graph.joint is None and _knows_traces(profile)}
+    knows = _knows_traces(profile)
+    stay = skips | {path for path in graphs.keys() & units if knows and not _is_traced(graphs[path], units[path])}
     dropped = {path for path, unit in plan.units.items() if unit.output is Action.RECOMPUTE}
     # What reads a dropped output runs on the tape.
     stay.update(c.path for c in profile.calls if any(profile.calls[at].path in dropped for _, at, _ in c.origins))
     return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
+
+
+def _is_traced(graph: UnitGraph, unit: UnitPlan) -> bool:
+    """Whether a unit was traced, and can run again from its trace what its plan drops."""
+    recomputed = decide_call(graph, unit).values.recomputed
+    return graph.joint is not None and not (unit.recomputes_anything and cut_unit(graph, recomputed) is None)
+
+
+def _why_on_tape(graph: UnitGraph, unit: UnitPlan) -> str:
+    if graph.joint is not None and not _is_traced(graph, unit):
+        return "a trace cannot run again all that the plan drops"
+    return graph.why_not_traced or "no plan found with all from traces fits the budget"
 
 
 def _knows_traces(profile: Profile) -> bool:
@@ -77,10 +94,8 @@ class TracePlanner(Planner):
         """Note in a plan how many layers do not run from traces, and why."""
         layers = {call.path: self.profile.graph_of(call) for call in self.profile.calls if call.repeated}
         planned = [path for path, unit in made.units.items() if path in layers and unit.recomputes_anything]
-        on_tape = [layers[path] for path in planned if made.units[path].engine is EngineChoice.TAPE]
-        reasons = Counter(
-            layer.why_not_traced or "no plan found with all from traces fits the budget" for layer in on_tape
-        )
+        on_tape = [path for path in planned if made.units[path].engine is EngineChoice.TAPE]
+        reasons = Counter(_why_on_tape(layers[path], made.units[path]) for path in on_tape)
         notes = [f"{count} of {len(planned)} layers run on the tape: {reason}" for reason, count in reasons.items()]
         return made.with_note("; ".join(filter(None, (made.note, *notes))))
 

@@ -62,6 +62,22 @@ def test_only_the_layer_whose_trace_does_not_fit_stays_on_the_tape() -> None:
     assert (plan.predicted_peak_bytes or 0) <= (plan.budget_bytes or 0)
 
 
+def test_a_layer_that_cannot_run_again_from_its_trace_stays_on_the_tape() -> None:
+    """What dropout in place draws is made of memory that is written to; when it ran, it said so in a warning."""
+
+    def layer() -> nn.Sequential:
+        parts = nn.Linear(16, 16), nn.SiLU(inplace=True), nn.Dropout(0.5, inplace=True), nn.Linear(16, 16)
+        return nn.Sequential(*parts)
+
+    model, x = nn.Sequential(*(layer() for _ in range(4))), torch.randn(256, 16)
+    profile = known_times(recollect.record(model, x, loss_fn=torch.sum, engine="graph"))
+    plan = recollect.plan(profile, least_bytes(profile), engine="graph")
+    assert "3 of 4 layers run on the tape: a trace cannot run again all that the plan drops" in plan.note
+    with recollect.apply(model, plan):
+        for _ in range(2):
+            model(x).sum().backward()
+
+
 def test_what_reads_a_dropped_output_stays_on_the_tape(profile: Profile) -> None:
     """It runs there, and so it has to be predicted."""
     paths = [call.path for call in profile.calls]
