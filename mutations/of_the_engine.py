@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "replayed-ops-taken-for-own",
+        "ops that run again for a backward within a unit's forward get recipes of that unit, which no record knows",
+        "engine/tape_mode.py",
+        (("if self.is_foreign() or is_replaying():", "if self.is_foreign():"),),
+    ),
+    Mutation(
         "copies-hold-themselves",
         "deep copies of a model with a plan live until a garbage collection: a loop that makes them runs out of memory",
         "engine/placed_forward.py",

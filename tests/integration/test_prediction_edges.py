@@ -77,6 +77,30 @@ def gates(hidden: Tensor) -> Tensor:
     return torch.cat([one * 2, other], -1)
 
 
+def with_forces() -> Computes:
+    """A potential of layers, and a module whose forward goes backward through them, as SchNetPack's does. [n, t, 16]."""
+
+    def forces(self: Any, energy: Tensor, positions: Tensor) -> Tensor:
+        return torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+    def run(self: Any, positions: Tensor) -> Tensor:
+        positions = positions.detach().requires_grad_()
+        return self.units[-1](self.units[:-1](positions).square().sum(), positions)
+
+    return Computes(run, units=nn.Sequential(*(layer() for _ in range(4)), Computes(forces)))
+
+
+def test_a_unit_that_goes_backward_through_others() -> None:
+    """It runs their ops again, which are none of its own."""
+    torch.manual_seed(0)
+    model, batch = with_forces(), torch.randn(4, 128, 16)
+    profile = recollect.record(model, batch, loss_fn=mean_square, units=[f"units.{i}" for i in range(5)], **LEAN_LOOP)
+    for name in ("keep_all", "full"):
+        plan = recollect.classic_plan(profile, name)
+        off_by = (plan.predicted_peak_bytes or 0) - measured_bytes(model, batch, plan, mean_square)
+        assert 0 <= off_by <= 2 * ROOM_BYTES, name
+
+
 SCORES = torch.zeros(4, 128, 128)
 
 

@@ -137,6 +137,11 @@ class Replaying:
         _here.settings = self._outer
 
 
+def is_replaying() -> bool:
+    """Whether values are being computed again on this thread."""
+    return getattr(_here, "settings", None) is not None
+
+
 def hold_here(settings: Settings) -> bool:
     """Whether these settings hold where values are being computed again on this thread."""
     now: Settings | None = getattr(_here, "settings", None)

@@ -30,7 +30,7 @@ from recollect.engine.draws import Draw, draws_unknown, first_run, refuse_draws
 from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result, results_of
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
-from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings
+from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings, is_replaying
 from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch, is_alias
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import PackedSubclass, held_whole
@@ -137,7 +137,7 @@ class TapeMode(OpMode):
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
             return NotImplemented  # Rule 5: DTensor and its kin reappear as ops on their inner tensors.
-        if self.is_foreign():
+        if self.is_foreign() or is_replaying():  # A backward within the unit asks for what was dropped.
             return func(*args, **kwargs)
         facts = facts_of(func)
         self._op = facts.name

@@ -182,12 +182,15 @@ class _RecordingMode(FunctionMode):
         # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
 
+    def is_foreign(self) -> bool:
+        return self.recorder.is_recomputing or super().is_foreign()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
         recorder.pending_stem = ""  # The tape's own ops (a private copy before a write) have no name.
         index = None if self.is_foreign() else recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
-        if index is not None and not recorder.is_recomputing:
+        if index is not None:
             facts = facts_of(func)
             recorder.calls[index].seen_ops[self.scope] += 1
             if facts.changes_storage:
