@@ -639,4 +639,10 @@ MUTATIONS = (
         "recording/step_recorder.py",
         (("                self.note_opaque(storage)\n", "                pass\n"),),
     ),
+    Mutation(
+        "layers-held-twice",
+        "layers that a helper of the model holds too are two units each, and every step is recorded again",
+        "recording/find_units.py",
+        (("not unit.is_layer or firsts[id(unit.module)] is unit", "firsts"),),
+    ),
 )

@@ -62,7 +62,10 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "the model as a whole."
         )
     units = _cover(model, "", layers)
-    missing = sorted(layers - {unit.path for unit in units})
+    # A model may hold its layers twice, the second time in a helper. The last one to come stays in the dictionary.
+    firsts = {id(unit.module): unit for unit in reversed(units)}
+    units = [unit for unit in units if not unit.is_layer or firsts[id(unit.module)] is unit]
+    missing = [] if paths is None else sorted(layers - {unit.path for unit in units})
     if missing:
         raise UnsupportedModelError(
             f"cannot plan {missing[0]!r} of {type(model).__name__}: it is the same module as one that stands before it. "
