@@ -1,7 +1,8 @@
 """Train models of libraries that people build on: the same weights, every step within its budget?
 
     pip install timm x-transformers open_clip_torch litgpt torch_geometric torchvision
-    python benchmarks/libraries.py                    # about 40 minutes on one core
+    pip install torchaudio monai denoising_diffusion_pytorch ultralytics
+    python benchmarks/libraries.py                    # about an hour on one core
     python benchmarks/libraries.py --models timm/swin
 
 Each model is trained for six steps without a plan, and under `recollect.attach` on both engines: at the budget that is a

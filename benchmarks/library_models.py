@@ -267,6 +267,74 @@ def _torchvision() -> Iterator[Model]:
         yield Model(name=f"torchvision/{name}", make=make, batch=clips, loss=_classified)
 
 
+def _torchaudio() -> Iterator[Model]:
+    from torchaudio.models import Conformer
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(2, 40, 16, generator=_generator(number)), torch.tensor([40, 35])
+
+    def loss(model: nn.Module, sounds: Tensor, lengths: Tensor) -> Tensor:
+        return model(sounds, lengths)[0].pow(2).mean()
+
+    for norm, in_groups in (("batch", False), ("group", True)):
+        make = partial(Conformer, 16, 4, 32, 4, 7, dropout=0.1, use_group_norm=in_groups)
+        yield Model(name=f"torchaudio/Conformer, {norm} norm", make=make, batch=batch, loss=loss)
+
+
+def _monai() -> Iterator[Model]:
+    from monai.losses import DiceCELoss
+    from monai.networks import nets
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        generator = _generator(number)
+        labels = torch.randint(0, 2, (2, 1, 16, 16, 16), generator=generator)
+        return torch.rand(2, 1, 16, 16, 16, generator=generator), labels
+
+    def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(images)
+        return DiceCELoss(to_onehot_y=True, softmax=True)(found.float(), labels)
+
+    blocks = {"init_filters": 8, "blocks_down": (1, 2, 2), "blocks_up": (1, 1), "dropout_prob": 0.1}
+    make = partial(nets.SegResNet, spatial_dims=3, in_channels=1, out_channels=2, **blocks)
+    yield Model(name="monai/SegResNet, bf16", make=make, batch=batch, loss=loss)
+
+
+def _denoising_diffusion() -> Iterator[Model]:
+    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
+
+    def make() -> nn.Module:
+        return GaussianDiffusion(Unet(dim=16, dim_mults=(1, 2, 4), dropout=0.1), image_size=16, timesteps=20)
+
+    def batch(number: int) -> tuple[Tensor]:
+        return (torch.rand(4, 3, 16, 16, generator=_generator(number)),)
+
+    yield Model(name="denoising_diffusion/Unet", make=make, batch=batch, loss=lambda model, images: model(images))
+
+
+def _ultralytics() -> Iterator[Model]:
+    from ultralytics.cfg import get_cfg
+    from ultralytics.nn.tasks import DetectionModel
+
+    def make(name: str) -> nn.Module:
+        model = DetectionModel(name, nc=4, verbose=False)
+        model.args = get_cfg()
+        return model
+
+    def batch(number: int) -> tuple[dict[str, Tensor]]:
+        generator = _generator(number)
+        boxes = {"cls": torch.tensor([[0.0], [1], [2]]), "bboxes": torch.rand(3, 4, generator=generator) * 0.4 + 0.2}
+        return (
+            {"img": torch.rand(2, 3, 64, 64, generator=generator), "batch_idx": torch.tensor([0.0, 0, 1]), **boxes},
+        )
+
+    for name in ("yolov8n", "yolo11n"):
+        make_one = partial(make, f"{name}.yaml")
+        yield Model(
+            name=f"ultralytics/{name}", make=make_one, batch=batch, loss=lambda model, batch: model(batch)[0].sum()
+        )
+
+
 LIBRARIES: Final[dict[str, Callable[[], Iterator[Model]]]] = {
     "timm": _timm,
     "x_transformers": _x_transformers,
@@ -274,5 +342,9 @@ LIBRARIES: Final[dict[str, Callable[[], Iterator[Model]]]] = {
     "open_clip": _open_clip,
     "torch_geometric": _torch_geometric,
     "torchvision": _torchvision,
+    "torchaudio": _torchaudio,
+    "monai": _monai,
+    "denoising_diffusion_pytorch": _denoising_diffusion,
+    "ultralytics": _ultralytics,
 }
 """By the name that is imported, the models of a library."""
