@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "attributes-made-by-layers",
+        "tensors that layers hold as attributes count as made by them in each step",
+        "recording/recording_tape.py",
+        (("if self.tape.held_before.get(storage):", "if False:"),),
+    ),
+    Mutation(
         "micro-steps-play-once-on-two-clocks",
         "equal micro-steps, of which one is stored, take the time of one on two clocks",
         "simulation/clocks.py",

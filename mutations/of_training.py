@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "first-calls-not-recorded-again",
+        "layers that make a table in their first call stay on the tape",
+        "attaching/step_planner.py",
+        (("        if not index:\n            self.missed.note_untraced(profile)\n", ""),),
+    ),
+    Mutation(
         "recording-ended-in-backward",
         "a recording ends within backward, after which PyTorch takes its profiler for active again",
         "attaching/attached.py",

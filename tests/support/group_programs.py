@@ -438,7 +438,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "FSDP2 around traces": lambda: sharded_units("graph", "staying", "bf16"),
     "FSDP2 around more traces": lambda: sharded_units("graph", "default", "freed"),
     "FSDP2 around compiled code": lambda: sharded_units("compile", "bf16"),
-    "FSDP2 around more compiled code": lambda: sharded_units("compile", "freed", "staying"),
+    "FSDP2 around more compiled code": lambda: sharded_units("compile", "staying", "freed"),
     "DDP, compile": lambda: compiled_training(replicated),
     "FSDP2, compile": lambda: compiled_training(sharded),
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),

@@ -6,6 +6,8 @@ from typing import Final
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
+from recollect.profile.profile import Profile
+from recollect.programs.cut import OTHER_OPS
 
 # Where steps alternate, a few begin like the uncovered one.
 _MOST_ATTEMPTS: Final = 4
@@ -59,6 +61,11 @@ class Missed:
             if not course.foresees_backward(wanted):
                 return False
         return is_little(planned.courses, planned.spare)
+
+    def note_untraced(self, profile: Profile) -> None:
+        """Have one more step recorded if layers ran ops that their traces lack: they may make tables in their first call."""
+        if any(graph.why_not_traced.startswith(OTHER_OPS) for graph in profile.graphs):
+            self.note([], attempts=1)
 
     def end_attempt(self, *, is_met: bool) -> None:
         self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)

@@ -16,11 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Final
 
 from recollect.profile.joint import JointRecord
 
 IsKept = Callable[[int, int], bool]
 """Whether a plan keeps a result of an op of forward, given the op and the position among its results."""
+
+OTHER_OPS: Final = "traced, it runs other ops than in eager mode"
 
 
 class UntraceableError(Exception):
@@ -31,7 +34,7 @@ def other_ops(found: Sequence[object], expected: Sequence[object]) -> str:
     """Say that a trace has other ops than were recorded: the first one that differs."""
     pairs = zip_longest(found, expected, fillvalue="nothing")
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"traced, it runs other ops than in eager mode: {one} in place of {other}"
+    return f"{OTHER_OPS}: {one} in place of {other}"
 
 
 @dataclass(frozen=True, slots=True)

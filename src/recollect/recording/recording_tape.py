@@ -71,6 +71,7 @@ class RecordingTape(Tape):
         kept: values to keep that nothing has needed so far.
         is_kept_op: the policy keeps all results of the op that is being noted: nobody will run it again.
         is_unfilled: autograd saves a tensor that the op about to run fills: noise.
+        held_before: storages that modules hold as attributes since before the step, as tables made in their first call.
     """
 
     def __init__(
@@ -82,6 +83,15 @@ class RecordingTape(Tape):
         self.samples = samples
         self.kept = WeakMap[bool]()
         self.is_kept_op = self.is_unfilled = False
+        self.held_before = WeakMap[bool]()
+
+    def note_attributes(self, model: nn.Module) -> None:
+        for module in model.modules():
+            held = [
+                value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
+            ]
+            for tensor in strided_tensors(held):
+                self.held_before[tensor.untyped_storage()] = True
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
@@ -315,7 +325,10 @@ class _RecordingMode(FunctionMode):
         recorder = self.recorder
         tracker = tracker_of(storage)
         if tracker is None and storage is not None:
-            tracker = recorder.note_opaque(storage)
+            if self.tape.held_before.get(storage):
+                recorder.note_reads([tensor])
+            else:
+                tracker = recorder.note_opaque(storage)
         if storage is None or not isinstance(tracker, Tracked):
             return False
         saver = tracker.call if recorder.current is None else recorder.current

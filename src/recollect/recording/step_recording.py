@@ -161,6 +161,7 @@ class StepRecording:
         policy, paths = DropAll(but=self.lean_units), [unit.path for unit in self.units]
         agreement = Agreement("recording", is_alone=self.is_on_fake_tensors) if self.replays_collectives else None
         tape = RecordingTape(policy, recorder, self._samples, agreement=agreement)
+        tape.note_attributes(self.model)
         try:
             enter(apply_policy(self.model, paths, tape))
             self._stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)

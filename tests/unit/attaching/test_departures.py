@@ -636,6 +636,26 @@ def test_larger_inputs_of_units_are_recorded_and_if_they_vary_without_end_the_pl
         assert len(lines) == len(attached.recorded_steps)
 
 
+def _with_table(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.arange(32).cos()
+    return self.inner(x * self.table)
+
+
+def test_layers_that_make_tables_in_their_first_call_run_from_traces() -> None:
+    """As rotary embeddings do. The second step is recorded, too, in which layers read what they hold."""
+    inner = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model = nn.Sequential(*(Computes(_with_table, inner=one, table=None) for one in inner))
+    with attached_loop("80%", model, SGD, engine="graph") as (_, optimizer, attached):
+        for _ in range(4):
+            model(torch.randn(512, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0, 1]
+        dropping = [unit.engine for unit in attached.plan.units.values() if unit.recomputes_anything]
+        assert set(dropping) == {EngineChoice.GRAPH}
+
+
 @pytest.mark.skipif(not SPLITS_FUNCTIONS, reason="before torch 2.13 layers of pipelines are not traced")
 def test_both_halves_of_a_backward_may_begin_at_a_traced_unit() -> None:
     # Units whose output is made by an op without parameters.

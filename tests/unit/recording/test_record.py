@@ -168,6 +168,14 @@ def test_a_module_that_layers_share_has_a_name_in_each() -> None:
     assert names == [["0.addmm", "1.silu"], ["0.addmm", "1.0.silu", "1.0.silu#1"]]
 
 
+def test_tables_that_a_layer_holds_are_there_throughout() -> None:
+    layer = Computes(lambda self, x: self.linear(x) * self.tables["cos"], linear=nn.Linear(8, 8))
+    layer.tables = {"cos": torch.ones(8)}
+    profile = recollect.record(nn.Sequential(layer), torch.randn(4, 8), loss_fn=mean_square, units=["0"])
+    assert [op.name for op in profile.graph_of(profile.calls[0]).ops] == ["linear.addmm", "mul"]
+    assert profile.persistent["other_tensors"] == 8 * 4
+
+
 def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
     """A unit's input that the model's own code made: without a plan's help it dies when the model lets go of it."""
 
