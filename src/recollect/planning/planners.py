@@ -180,7 +180,7 @@ class OffloadPlanner(Planner):
         self._program_with_edges = Program(profile, windows(profile), edges(profile))
         self._sums = PeakSums(self._program_with_edges)
         self._timed_program = EveryEvent(recorded or profile, edges=self._program_with_edges.edges)
-        self._is_bounded = recorded is None
+        self._recorded = recorded
         self._trip_planners: dict[str, TripPlanner] = {}
 
     @cached_property
@@ -189,12 +189,12 @@ class OffloadPlanner(Planner):
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
-        if self.profile.step_s <= 0 or not self.profile.calls or not self._is_bounded:
+        if self.profile.step_s <= 0 or not self.profile.calls or self._recorded is not None:
             return None
         return self._least_s(budget_bytes) / self.profile.step_s
 
     def _least_s(self, budget_bytes: int) -> float:
-        return self._host_bound.added_s(budget_bytes) if self._is_bounded else 0.0
+        return self._host_bound.added_s(budget_bytes) if self._recorded is None else 0.0
 
     def plan(self, budget: int | str) -> Plan:
         """Return the fastest plan found for a budget.
@@ -225,7 +225,8 @@ class OffloadPlanner(Planner):
     def _advice(self, budget_bytes: int) -> str:
         """Say how much host memory would suffice, if any would."""
         try:
-            with_all = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share).plan(budget_bytes)
+            any_bytes = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share, recorded=self._recorded)
+            with_all = any_bytes.plan(budget_bytes)
         except BudgetTooSmallError:
             return (
                 "No amount of host memory would do: the peak is of what cannot go, or not in time over this link. With "
