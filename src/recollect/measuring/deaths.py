@@ -64,13 +64,15 @@ def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
     return storage.resizable() and (storage.device.type != "cpu" or not storage.is_shared())
 
 
-def allocated_storages(known: Iterable[torch.UntypedStorage] = ()) -> list[torch.UntypedStorage]:
+def allocated_storages(
+    known: Iterable[torch.UntypedStorage] = (), *, collects: bool = True
+) -> list[torch.UntypedStorage]:
     """Collect garbage, and return the CPU storages of the allocator that Python can reach.
 
     `known`: others that count; of what `torch.load` made and what NumPy sees, PyTorch does not say who allocated it.
     """
-    # Garbage in cycles would count for as long as nobody collects it.
-    gc.collect()
+    if collects:  # Garbage in cycles would count for as long as nobody does.
+        gc.collect()
     found = filter(is_of_the_allocator, reachable_storages())
     return list({id(storage): storage for storage in chain(known, found)}.values())
 

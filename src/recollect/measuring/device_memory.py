@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from recollect.measuring.deaths import allocated_storages, is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import allocated_storages
 from recollect.measuring.meter import storage_bytes
 
 # PyTorch's CPU allocator raises a plain RuntimeError with this text.
@@ -90,7 +90,7 @@ def tensor_bytes(device: torch.device, *, enough_bytes: int = 0) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with_garbage = sum(storage.nbytes() for storage in reachable_storages() if is_of_the_allocator(storage))
+    with_garbage = sum(storage.nbytes() for storage in allocated_storages(collects=False))
     return with_garbage if with_garbage <= enough_bytes else sum(storage.nbytes() for storage in allocated_storages())
 
 

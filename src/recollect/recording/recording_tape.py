@@ -25,6 +25,7 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
 from recollect.recording.event_log import Mark, Need
+from recollect.recording.restored_state import attributes_of
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import (
     Persistent,
@@ -87,10 +88,7 @@ class RecordingTape(Tape):
 
     def note_attributes(self, model: nn.Module) -> None:
         for module in model.modules():
-            held = [
-                value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
-            ]
-            for tensor in strided_tensors(held):
+            for tensor in strided_tensors(attributes_of(module)):
                 self.held_before[tensor.untyped_storage()] = True
 
     def is_compared(self, runs: Any) -> bool:

@@ -119,7 +119,7 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored_content(model: nn.Module) -> Iterator[None]:
-    attributes = [value for module in model.modules() for value in _attributes(module).values()]
+    attributes = [value for module in model.modules() for value in attributes_of(module).values()]
     kept = [value for value in attributes if isinstance(value, (torch.Tensor, torch.Generator))]
     before = [restore for value in kept if (restore := _restoring(value)) is not None]
     try:
@@ -134,13 +134,13 @@ class _Parts:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._attributes = _attributes(module)
+        self._attributes = attributes_of(module)
         self._content = [restore for value in self._attributes.values() if (restore := _restoring(value)) is not None]
         # Few are not empty, and there are many.
         self._hooks = {name: dict(hooks) for name in HOOKS_OF_RUNS if (hooks := vars(module).get(name))}
 
     def put(self) -> None:
-        for name in _attributes(self._module).keys() - self._attributes.keys():
+        for name in attributes_of(self._module).keys() - self._attributes.keys():
             del vars(self._module)[name]
         vars(self._module).update(self._attributes)
         for restore in self._content:
@@ -178,7 +178,7 @@ def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
             tensor.copy_(before)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
 
 
