@@ -72,7 +72,7 @@ class UnitSample:
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
     in the unit's graph; -1 if it is none. `num_hooks`: of modules inside the unit; some models put hooks on while they run.
     `parameters`: as the call found them, by name; FSDP2 has this process's parts in their place before and after it.
-    `first_alike`: the first call of its kind, whose arguments these are.
+    `first_alike`: the first call of its kind, whose tensors these are; numbers are the call's own.
     """
 
     call: int
@@ -207,8 +207,9 @@ class UnitSamples:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         if first != call:
             if alike := self._of_calls.get(first):
-                own = replace(alike, call=call, module=module, num_hooks=num_hooks(module), parameters=parameters)
-                self._of_calls[call] = own
+                args, kwargs = _with_own_numbers(alike, tree_leaves((args, kwargs)))
+                own = replace(alike, call=call, module=module, args=args, kwargs=kwargs, parameters=parameters)
+                self._of_calls[call] = replace(own, num_hooks=num_hooks(module))
             return
         try:
             leaves = [
@@ -270,6 +271,15 @@ def _of_copies(item: Any, copies: dict[int, Any]) -> Any:
     for cell, own in zip(cells, item.__closure__, strict=True):
         cell.cell_contents = _of_copies(own.cell_contents, copies)
     return function
+
+
+def _with_own_numbers(alike: UnitSample, leaves: list[Any]) -> tuple[Any, Any]:
+    """Layers may loop as often as a number says."""
+    own = iter(leaves)
+    args, kwargs = tree_map(
+        lambda leaf: number if isinstance(number := next(own), (int, float)) else leaf, (alike.args, alike.kwargs)
+    )
+    return args, kwargs
 
 
 def _outline(value: ValueRecord) -> tuple[str, int, int | None]:

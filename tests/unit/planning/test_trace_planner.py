@@ -78,6 +78,24 @@ def test_a_layer_that_cannot_run_again_from_its_trace_stays_on_the_tape() -> Non
             model(x).sum().backward()
 
 
+def test_layers_that_loop_as_often_as_an_argument_says_are_traced() -> None:
+    class Loops(nn.Linear):
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:  # type: ignore[override]
+            for _ in range(times):
+                x = super().forward(x).sin()
+            return x
+
+    layers = nn.ModuleList(Loops(16, 16) for _ in range(3))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(layers):
+            x = layer(x, i + 1)
+        return x.sum()
+
+    profile = recollect.record(layers, step=lambda: run(torch.randn(8, 16)).backward(), engine="graph")
+    assert [graph.why_not_traced for graph in profile.graphs] == ["", "", ""]
+
+
 def test_what_reads_a_dropped_output_stays_on_the_tape(profile: Profile) -> None:
     """It runs there, and so it has to be predicted."""
     paths = [call.path for call in profile.calls]
