@@ -300,6 +300,17 @@ MUTATIONS = (
         (("if found != batches[0]:", "if False:"),),
     ),
     Mutation(
+        "rank-on-one-clock",
+        "a rank whose device runs behind its host is planned on the sum of both clocks",
+        "pipelines",
+        (
+            (
+                "    if has_two_clocks(step.profile):\n        return ClockedPlanner",
+                "    if False:\n        return ClockedPlanner",
+            ),
+        ),
+    ),
+    Mutation(
         "rank-not-named",
         "the error of a budget that is too small for a pipeline does not say for which rank",
         "pipelines",

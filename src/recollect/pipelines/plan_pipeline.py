@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
+from operator import methodcaller
 from typing import Any
 
 from recollect.arguments import check_kind
@@ -10,7 +11,6 @@ from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces, StagePlans
 from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
-from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress import stage as progress_stage
@@ -76,7 +76,7 @@ def plan_pipeline(
         plain_peak_bytes = max(planner.plain_peak_bytes for planner in planners)
         device_bytes = min(profile.device_memory_bytes for profile in profiles)
         budget_bytes = parse_budget(budget, reference_bytes=plain_peak_bytes, device_bytes=device_bytes)
-        plan_of = cache(partial(Planner.plan, budget=budget_bytes))
+        plan_of = cache(methodcaller("plan", budget_bytes))
         plans: list[Plan] = []
         for rank, planner in enumerate(planners):
             try:

@@ -10,6 +10,7 @@ cut for each stage, of one micro-batch, whose prices add up over all of them; an
 action, those with most in flight suffice.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,14 +19,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.pipelines.rank import Rank, StageParts
+from recollect.pipelines.rank import Rank, RankStage, RecordedStage, StageParts
 from recollect.pipelines.rank_profile import RankStep, rank_step
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from recollect.planning.bound import LowerBound
 from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
 from recollect.planning.checkpoint_times import checkpoint_times, fixed_bytes
 from recollect.planning.choose import Planner
+from recollect.planning.clocked_planner import ClockedPlanner
 from recollect.profile.events import StepLog
+from recollect.simulation.clocks import has_two_clocks, priced
 
 _PARTS = {BACKWARD: (FORWARD, BACKWARD), INPUT: (FORWARD, INPUT, WEIGHT)}
 
@@ -33,12 +36,29 @@ _PARTS = {BACKWARD: (FORWARD, BACKWARD), INPUT: (FORWARD, INPUT, WEIGHT)}
 def rank_planner(rank: Rank) -> Planner:
     """Return a planner of a rank's step, with a bound that knows that its micro-batches are alike."""
     step = rank_step(rank)
+    if has_two_clocks(step.profile):
+        return ClockedPlanner(step.profile, bound_on=partial(_bound_on_clock, rank))
     return Planner(step.profile, make_bound=partial(rank_bound, rank, step))
 
 
 def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
     moments = _Moments(rank, step)
     return LowerBound(step.profile, steps=moments, fixed_bytes=moments.fixed_bytes)
+
+
+def _bound_on_clock(rank: Rank, host_price: float) -> LowerBound:
+    def on_clock(parts: StageParts) -> StageParts:
+        found = copy.copy(parts)
+        found.profile = priced(parts.profile, host_price)
+        return found
+
+    def recorded(stage: RankStage) -> RecordedStage:
+        whole, halves = stage.recorded.whole, stage.recorded.halves
+        return replace(stage.recorded, whole=on_clock(whole), halves=halves and on_clock(halves))
+
+    stages = tuple(replace(stage, recorded=recorded(stage)) for stage in rank.stages)
+    own = replace(rank, stages=stages)
+    return rank_bound(own, rank_step(own))
 
 
 class _Kind:

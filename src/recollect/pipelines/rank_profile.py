@@ -74,7 +74,9 @@ def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
-    return replace(plan, units=units, loss_chunks=profile.loss_chunks, class_names=profile.class_names)
+    return replace(
+        plan, units=units, loss_chunks=profile.loss_chunks, class_names=profile.class_names, note=profile.times_text
+    )
 
 
 def unit_path(number: int, path: str) -> str:

@@ -6,10 +6,12 @@ on the plan: the tape's Python may make a step wait that did not wait before. Th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from recollect.arguments import check_kind
+from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
@@ -25,17 +27,20 @@ class ClockedPlanner(Planner):
 
     Args:
         profile: the recorded step, for which `has_two_clocks` holds.
+        bound_on: makes the bound on a clock, given its host price (see `priced`); `LowerBound` by default.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, bound_on: Callable[[float], LowerBound] | None = None) -> None:
         self._recorded = profile
+        self._bound_on = bound_on
         self._plain_times = plain_step_times(profile)
         self._binds = float(_host_binds(self._plain_times))
-        super().__init__(self._on_clock(self._binds))
+        super().__init__(self._on_clock(self._binds), make_bound=bound_on and partial(bound_on, self._binds))
 
     @cached_property
     def _other(self) -> Planner:
-        return Planner(self._on_clock(1 - self._binds))
+        price = 1 - self._binds
+        return Planner(self._on_clock(price), make_bound=self._bound_on and partial(self._bound_on, price))
 
     def _on_clock(self, host_price: float) -> Profile:
         host_s, device_s, _ = self._plain_times

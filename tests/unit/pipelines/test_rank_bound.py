@@ -6,13 +6,16 @@ from torch import nn
 
 import recollect
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
-from recollect.pipelines.rank_bound import rank_bound
+from recollect.pipelines.rank_bound import rank_bound, rank_planner
 from recollect.pipelines.rank_profile import rank_step
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
+from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
+from recollect.simulation.predicted import predicted_plan
 from tiers import long
+from two_clocks import on_host
 
 # Two ranks with two stages each, and a backward in halves.
 V_SHAPE = [
@@ -72,3 +75,18 @@ def test_it_is_above_the_bound_without_shared_decisions_and_below_plans(
     # Under the V, the most that the two bounds differ by is less.
     assert bound_s > 1.01 * apart_s or name == "V"
     assert shared.added_s(step.profile.persistent_bytes) == float("inf")
+
+
+def test_a_rank_is_planned_on_the_clock_that_limits_it(pieces: dict[bool, tuple[Profile, Profile]]) -> None:
+    """On the sum of both clocks, the tape's Python counts even while the device has work."""
+    host = HostTimes(3e-6, 3e-6, unit_s=15e-6, module_s=3e-6, seen_op_s=1.5e-6, again_op_s=3e-6)
+    clocked = [on_host(profile, host) for profile in stages(pieces, 4)]
+    schedule = PipelineSchedule.one_f_one_b(num_stages=4, num_micro_batches=6)
+    rank = Pipeline(schedule, RecordedPieces(clocked)).ranks[0]
+    profile, planner = rank_step(rank).profile, rank_planner(rank)
+    budget_bytes = planner.plain_peak_bytes * 90 // 100
+    found, summed = planner.plan(budget_bytes), predicted_plan(profile, Planner(profile).plan(budget_bytes))
+    assert found.predicted_slowdown is not None and summed.predicted_slowdown is not None
+    assert found.predicted_slowdown + 0.005 < summed.predicted_slowdown
+    bound = planner.bound_slowdown(budget_bytes)
+    assert bound is not None and 0.75 * found.predicted_slowdown < bound <= found.predicted_slowdown
