@@ -98,7 +98,6 @@ class _TrainingStep:
         self._run = pl_module.training_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own, as one call of the module."""
         return self._attached.call(self._run, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -289,7 +289,6 @@ def _without_names(plan: Plan, modules: tuple[str, ...]) -> Plan:
 
 
 def _seq_len(model: nn.Module) -> int:
-    """Return the job's sequence length, to which torchtitan sets the rotary embedding."""
     try:
         return int(model.config.max_seq_len)  # type: ignore[union-attr, arg-type]
     except (AttributeError, ValueError):
@@ -308,7 +307,6 @@ def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
 
 
 def _check_job(job: Any, *, is_planned: bool) -> None:
-    """Raise for settings that no plan, made here or loaded, can be combined with, and for those that cannot be planned."""
     _compiles_model(job.compile)
     if not job.training.disable_cuda_graphs:
         raise NotYetError(
@@ -361,7 +359,6 @@ def _engine(config: MemoryBudget.Config) -> Literal["tape", "compile"]:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raise if this is one rank's part of a model."""
     missing = [name for name in ("tok_embeddings", "lm_head") if getattr(model, name, None) is None]
     split = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if missing or split is not None:

@@ -272,7 +272,6 @@ def _check_arguments(args: Any) -> None:
 
 
 def _check_layout(accelerator: Any) -> None:
-    """Raise if Accelerate will split the model, or recompute, in a way that a plan cannot be combined with."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if getattr(plugin, "activation_checkpointing", False):
         raise ConfigError(

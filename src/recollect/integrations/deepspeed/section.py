@@ -79,7 +79,6 @@ class BudgetSection:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BudgetSection:
-        """Read the section; all defaults if there is none."""
         section = config.get(_SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(

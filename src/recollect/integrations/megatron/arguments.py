@@ -1,4 +1,4 @@
-"""Read command lines of Megatron's `pretrain_gpt`, up to recollect's own flags. Imports no torch.
+"""Read command lines of Megatron's `pretrain_gpt`, up to recollect's own flags.
 
 Flags with the same meaning are names of one setting, in `recollect.lab.train`. This file handles the rest: flags without
 effect, flags for missing features, and settings that exclude each other.
@@ -55,14 +55,12 @@ class ForeignFlag:
     name: str
     """With dashes, or a pattern with `*`."""
     arity: Arity = 0
-    """Number of values that follow it."""
     allowed: tuple[str, ...] = ()
     """Values without effect here, if it `needs` something for others."""
     why: str = ""
     needs: str = ""
     """What recollect would need for other values; empty: every value is allowed."""
     advice: str = "Leave it out."
-    """Advice until then."""
     same_plan: bool = False
     """Whether the plan of a step is the same with any value, whatever a run needs."""
 
@@ -104,10 +102,6 @@ def read_arguments(
 
     The command's `own` flags stay even if others refuse them; those of other commands, `beside`, go with their values.
     `plans`: whether a step is planned, and not run.
-
-    Raises:
-        NotYetError: a flag asks for a feature that recollect lacks.
-        ConfigError: two flags that exclude each other, or a flag without its value.
     """
     rest: list[str] = []
     without_effect: dict[str, str] = {}
@@ -144,12 +138,7 @@ def read_arguments(
 
 
 def long_flags(args: Sequence[str]) -> list[str]:
-    """Return a command line with the flags that Bridge's short ones stand for.
-
-    Example:
-        >>> long_flags(["-rl", "2"])
-        ['--recompute-granularity=full', '--recompute-method=block', '--recompute-num-layers', '2']
-    """
+    """Return a command line with the flags that Bridge's short ones stand for."""
     return [part for word in args for part in _SHORT.get(word.replace("_", "-"), (word,))]
 
 

@@ -1,7 +1,4 @@
-"""Read how a training is started, as one command line: a shell script, a file of flags, or YAML of Megatron-Bridge.
-
-Imports no torch.
-"""
+"""Read how a training is started, as one command line: a shell script, a file of flags, or YAML of Megatron-Bridge."""
 
 import os
 import re
@@ -33,7 +30,6 @@ _SECONDS: Final = 20
 # Commands in its trace, except what only mentions one.
 _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.* --num-layers[ =].*)$", re.MULTILINE)
 _IN_A_WORD: Final = re.compile(r"\s--num-layers[\s=]")
-_LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
 # Of Bridge's `ConfigContainer` and Megatron-LM's YAML, with names of Megatron's flags; the first that has a name decides.
 _SECTIONS: Final = (
     *("mixed_precision", "model", "language_model", "model_parallel", "dataset", "train", "training", "ddp"),
@@ -86,17 +82,14 @@ def launch_words(
 
 
 def command_words(words: Sequence[str], *, has_size: bool = False) -> list[str]:
-    """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`.
-
-    `has_size`: the number of processes is given besides.
-    """
+    """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`."""
     # A launcher of clusters may get the command as one word: srun sh -c "torchrun ...".
     if whole := next((word for word in words if _IN_A_WORD.search(word)), ""):
         words = shlex.split(whole)
     start = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
     if has_size:
         return [*words[start + 1 :]]
-    given = dict.fromkeys(_LAUNCHER, "1")
+    given = {"--nproc-per-node": "1", "--nnodes": "1"}
     for word, value in zip(words[: max(start, 0)], words[1:], strict=False):
         name, _, inline = word.partition("=")
         if (name := name.replace("_", "-")) in given:
@@ -134,7 +127,6 @@ def _script_words(text: str, where: str) -> list[str]:
 
 
 def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -> Iterator[str]:
-    """Yield the flags of a configuration; settings that are off or None are left out."""
     sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)] + [data]
     values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
     others = {str(name): value for name, value in data.items() if name not in _SECTIONS}

@@ -55,7 +55,6 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
 
 
 def with_roll_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, with "uniform" and 1 where they are "full" without method and number of layers."""
     is_bare = settings.get("recompute_method") is None and settings.get("recompute_num_layers") is None
     is_full = settings.get("recompute_granularity") == "full"
     return {**settings, **({"recompute_method": "uniform", "recompute_num_layers": 1} if is_bare and is_full else {})}

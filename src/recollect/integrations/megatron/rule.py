@@ -90,7 +90,6 @@ class Rule:
     check: Callable[..., Broken] | None = None
     """Tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`."""
     needs_training: bool = False
-    """Whether it compares the configuration with the rest of the training's settings."""
     settings: tuple[str, ...] = ()
     """The settings that an error shows, in this order."""
     reason: str = ""
@@ -142,10 +141,6 @@ def _value(config: RecomputeSettings, setting: TrainingSetting | None, name: str
 
 def read_table(package: str, name: str) -> Any:
     return parse_yaml((resources.files(package) / name).read_text(encoding="utf-8"))
-
-
-def found(source: object, *names: str) -> dict[str, object]:
-    return {name: getattr(source, name) for name in names}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.pipeline import chunk_sizes
-from recollect.integrations.megatron.rule import Broken, Clash, Rule, found, read_table, version_of
+from recollect.integrations.megatron.rule import Broken, Clash, Rule, read_table, version_of
 from recollect.integrations.megatron.settings import MODULES, OFFLOAD_MODULES, RecomputeSettings, TrainingSetting
 from recollect.warning import warn_user
 
@@ -36,7 +36,6 @@ def types_clash(config: Any) -> Clash | None:
 
 
 def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
-    """Return the clash if more layers should be recomputed than the largest model chunk has."""
     value = config.recompute_num_layers
     if config.recompute_granularity != "full" or type(value) is not int or value <= max(sizes):
         return None
@@ -78,7 +77,7 @@ def _discarded_is_recomputed(config: RecomputeSettings) -> Clash | None:
     if not others:
         return None
     return Clash(
-        {"recompute_modules": modules, **found(config, "recompute_discard_outputs")},
+        {"recompute_modules": modules, "recompute_discard_outputs": config.recompute_discard_outputs},
         f"the output of {others[0]!r} can only be dropped if the module is recomputed",
         "Add it to recompute_modules.",
     )
