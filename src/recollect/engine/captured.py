@@ -35,7 +35,6 @@ def told_of_capture(is_told: bool = True) -> Iterator[None]:
 
 
 def refused(what: str, value: str, reason: str, advice: str) -> ConfigError:
-    """Return the error for a setting that cannot be captured; `advice` is an alternative to no capture."""
     settings = {what: value, "torch.cuda.graph": "capturing"}
     return ConfigError(settings=settings, reason=reason, advice=f"{advice}, or run the step outside torch.cuda.graph.")
 
@@ -43,12 +42,10 @@ def refused(what: str, value: str, reason: str, advice: str) -> ConfigError:
 def not_warmed_up(
     what: str, reason: str = "that compares what tensors hold, which cannot be read during a capture"
 ) -> ConfigError:
-    """Return the error for a capture of something that has not run under its plan before."""
     return refused(what, "the first call", reason, "Run three such steps with this plan before the capture")
 
 
 def draws_again(unit_path: str, what: str) -> ConfigError:
-    """Return the error for values that a unit would recompute with the random numbers of forward."""
     return refused(
         f"{what} in {unit_words(unit_path)}",
         "recompute",

@@ -14,14 +14,7 @@ _REMEDY = "Make a plan for this model: recollect.fit, or recollect.record and re
 
 
 def check_depth(model: nn.Module, plan: Plan) -> None:
-    """Compare the layers that the plan names, by number, with the model's layers.
-
-    Raises:
-        UnknownNameError: the plan names all layers up to a number beyond the model's last one.
-
-    Warns:
-        PlanMismatchWarning: a plan with a predicted peak names all layers up to a number, several of them, but not the rest.
-    """
+    """Raise if a plan names all layers up to a number beyond the model's last one; warn if only up to one before it."""
     stacks: dict[str, list[int]] = {}
     for path in plan.units:
         stack, _, number = path.rpartition(".")

@@ -34,11 +34,6 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors agree in every bit: NaN equals itself, and -0.0 differs from 0.0.
 
     Sparse tensors are compared after their entries have been added up; wrapper subclasses by the tensors they hold.
-
-    Example:
-        >>> import torch
-        >>> has_same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
-        True
     """
     inner, others = inner_tensors(left), inner_tensors(right)
     if (inner or others) and type(left) is not type(right):

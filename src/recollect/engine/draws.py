@@ -71,13 +71,7 @@ class Draw:
         return generator
 
     def again(self, func: Any, args: Any, kwargs: dict[str, Any], *, may_repeat: bool = True) -> Any:
-        """Run the op a second time.
-
-        `may_repeat`: it writes to nothing, and may run once more if another thread disturbs it.
-
-        Raises:
-            RandomDrawError: the op drew other random numbers than in forward.
-        """
+        """Run the op a second time; `may_repeat`: it writes to nothing, and may run once more if another thread disturbs it."""
         if self.after is None:
             return _run(func, args, kwargs, self.own_generator())
         # An op that leaves the state as it was draws nothing, even if a different thread drew while it ran forward.
@@ -139,11 +133,7 @@ def may_draw(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bo
 
 
 def refuse_draws(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any], unit_path: str, what: str) -> None:
-    """Refuse to recompute a random op whose first run is captured, unless it draws nothing.
-
-    Raises:
-        ConfigError: it may draw numbers.
-    """
+    """Refuse to recompute a random op whose first run is captured, unless it draws nothing."""
     if may_draw(facts, func, args, kwargs):
         raise draws_again(unit_path, what)
 
@@ -236,14 +226,10 @@ class FunctionDraws:
     """The random numbers of one call of a custom autograd Function.
 
     Random ops are run again one by one, from their own generators. Kernels that no dispatch mode sees draw from a default
-    generator: if they do, it is set back for the second run.
-
-    Args:
-        function: the Function.
-        unseen: the generators that such kernels may draw from.
-        is_captured: it runs while a CUDA graph is captured, when no generator is read.
+    generator, one of `unseen`: if they do, it is set back for the second run.
 
     Attributes:
+        is_captured: it runs while a CUDA graph is captured, when no generator is read.
         is_unknown: it may have drawn numbers that it cannot draw again, since no generator was read.
     """
 

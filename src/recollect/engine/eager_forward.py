@@ -71,7 +71,6 @@ class EagerForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, or the code compiled from it."""
         if self.is_on:
             look_for_compiler(self)
         if not self.recomputes():
@@ -105,9 +104,6 @@ def look_for_compiler(forward: PlacedForward) -> None:
     """Warn, once for a model, where a plan and `torch.compile` conflict; called in a module's first call.
 
     It is called in each one where `fullgraph=True` asked for one graph of a unit. That is about breaks in the unit's own code.
-
-    Raises:
-        ConfigError: compiled code around units must not have graph breaks.
     """
     is_one_graph = compiler_around()
     if is_one_graph and type(forward) is EagerForward:

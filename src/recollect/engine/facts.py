@@ -94,7 +94,6 @@ class OpFacts:
         return self.is_view or self.is_lazy or self.changes_layout_only
 
     def updated_by(self, args: Any) -> tuple[int, ...]:
-        """Return the positions of statistics that a call updates without its schema saying so."""
         return self.running_stats[0] if self.running_stats is not None and args[self.running_stats[1]] else ()
 
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -295,17 +294,6 @@ class OpMode(TorchDispatchMode):
     """A dispatch mode that leaves `torch.compile` alone: compiled code runs compiled, and the mode is not traced.
 
     Ops on DTensors and their kin reappear as ops on their inner tensors.
-
-    Example:
-        >>> import torch
-        >>> class Names(OpMode):
-        ...     def run_op(self, func, args, kwargs):
-        ...         print(func.__name__)
-        ...         return func(*args, **kwargs)
-        >>> one = torch.tensor(1.0)
-        >>> with Names():
-        ...     two = one + one
-        add.Tensor
     """
 
     # Ops that run other ops (random ops of DTensors on CUDA, flex attention) come like any other; `facts_of` knows them.

@@ -77,7 +77,6 @@ class FunctionArguments:
 
     @property
     def partitioned(self) -> list[torch.nn.Parameter]:
-        """Parameters that each rank has a part of."""
         return [leaf for leaf in self.leaves if is_partitioned(leaf)]
 
     def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered_parameter) -> tuple[Any, ...]:
@@ -131,11 +130,9 @@ class FunctionCall:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the generator states held to run the forward again."""
         return 0 if self.draws is None else self.draws.state_bytes
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered_parameter) -> list[Any]:
-        """Run the forward again; return its outputs and the tensors it saved."""
         if self.agreement is not None:
             for group in (*self.groups, *filter(None, map(group_of, self.arguments.partitioned))):
                 self.agreement.check(group, f"run {self.function.__name__} again in backward")

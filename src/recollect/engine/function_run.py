@@ -95,9 +95,7 @@ class FunctionRun:
     Attributes:
         kept_because: why it cannot run again; empty if it can.
         wrote_unseen: the arguments that it changes unseen; before it has run, those that are known.
-        draws: the random numbers that it draws.
         arguments: its arguments, until `release`.
-        autocast: where autocast is on.
         others: tensors that it reads but does not get as arguments: parameters, and tensors in objects.
         partitioned: parameters that each rank has a part of.
         saved: the tensors that autograd is to save, in order.
@@ -335,11 +333,7 @@ class FunctionRun:
         self.keep("it writes to its arguments out of sight")
 
     def recipe(self, settings: Settings, agreement: Agreement | None) -> FunctionCall:
-        """Return the call that recomputes everything.
-
-        `settings`: those that it ran under.
-        `agreement`: of all ranks to do so.
-        """
+        """Return the call that recomputes everything, under the settings that it ran under."""
         layouts: list[Layout | None] = [None] * self.num_slots
         for made in self.made:
             layouts[made.slot] = layout_of(made.tensor)

@@ -71,11 +71,7 @@ class Settings:
 
     @contextmanager
     def applied(self, now: Settings) -> Iterator[None]:
-        """Set everything that differs from `now`, and restore it afterwards.
-
-        Raises:
-            ConfigError: a switch does not have the value that was set.
-        """
+        """Set everything that differs from `now`, and restore it afterwards."""
         differing = [
             (switch, wanted, found)
             for switch, wanted, found in zip(_SWITCHES, self.values, now.values, strict=True)
@@ -138,7 +134,6 @@ class Replaying:
 
 
 def is_replaying() -> bool:
-    """Whether values are being computed again on this thread."""
     return getattr(_here, "settings", None) is not None
 
 
@@ -245,7 +240,6 @@ class _Call:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the generator state held to run a random op again."""
         return 0 if self.draw is None else self.draw.nbytes
 
     def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +273,6 @@ class CollectiveCall(OpCall):
         self.agreement = agreement
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
-        """Run the collective again, as all ranks of its group do, and return its results."""
         self.agreement.check(name_of_group(self.args, self.kwargs), f"run {self.func} again in backward")
         return [waited_for(result) for result in super().__call__(tensors, may_overwrite_first)]
 

@@ -41,7 +41,6 @@ _units = _Units()
 
 @contextmanager
 def running_unit() -> Iterator[None]:
-    """Within the block, a unit runs forward."""
     _units.begun += 1
     _units.running += 1
     try:

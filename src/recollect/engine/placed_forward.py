@@ -266,13 +266,11 @@ class Applied(Handle):
 
 
 def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
-    """Make a watch count what tapes rerun in backward, or stop it."""
     for forward in applied._forwards:
         forward.time_reruns(watch)
 
 
 def tell_departures(applied: Applied, departs: Callable[[str, str], object]) -> None:
-    """Tell a function of units and their values that the plan in place does not name, which are then recomputed."""
     for forward in applied._forwards:
         forward.tell_departures(departs)
 
@@ -323,15 +321,6 @@ def _switch(forwards: Sequence[PlacedForward], *, is_on: bool) -> None:
 
 
 def unit_module(model: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path.
-
-    Raises:
-        UnknownNameError: there is none.
-
-    Example:
-        >>> unit_module(nn.Sequential(nn.ReLU()), "0")
-        ReLU()
-    """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if path not in modules:
         wrapped = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), None)

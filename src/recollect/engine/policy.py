@@ -50,15 +50,12 @@ class Policy(Protocol):
 
     def action(self, unit_path: str, value_name: str) -> Action:
         """Return the action for a value between forward and backward."""
-        ...
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Whether any value that this module itself computes may be dropped; if none, its ops need not be seen."""
-        ...
 
     def output_action(self, unit_path: str) -> Action:
         """Return the action for the unit's output: if dropped, the next unit's backward recomputes it."""
-        ...
 
 
 class PlanPolicy:
@@ -109,7 +106,6 @@ class PlanPolicy:
         return Action.RECOMPUTE if is_lean else Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Whether the plan does anything but keep all of a module's values."""
         return module_path in self._acting.get(unit_path, ())
 
     def are_met(self, unit_path: str, counts: Mapping[OpKey, int]) -> bool:
@@ -176,7 +172,6 @@ class DropAll:
         return Action.KEEP if is_kept else Action.RECOMPUTE
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Drop values of every module of a unit that the plan names."""
         return self._but is None or unit_path in self._but
 
     def output_action(self, unit_path: str) -> Action:
@@ -203,7 +198,6 @@ class TapeState:
     """State shared by all unit calls of one applied model.
 
     Attributes:
-        policy: asked once for each value name.
         settled: the ops and saves to watch in modules that have run often enough to tell.
         agreement: of all ranks to drop the same values, which lets collectives run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.

@@ -59,20 +59,14 @@ class Hook(NamedTuple):
     """A private part of PyTorch, or a public one with undocumented behaviour."""
 
     name: str
-    """What it does."""
     holds: Callable[[], bool]
     """Whether it still does; it may also raise an error."""
     without: SwitchedOff
-    """What is switched off without it."""
 
 
 @functools.cache
 def switched_off() -> frozenset[SwitchedOff]:
-    """Return the features switched off in this process; the first time, run all checks and warn of failures.
-
-    Warns:
-        TorchVersionWarning: a hook does not work, or this PyTorch is newer than all tested versions.
-    """
+    """Return the features switched off in this process; the first time, run all checks and warn of failures."""
     broken = [hook for hook in hooks() if not _holds(hook)]
     version = torch.__version__.partition("+")[0]
     tested = f"recollect is tested with torch {OLDEST_TESTED} to {NEWEST_TESTED}"
@@ -93,11 +87,6 @@ def switched_off() -> frozenset[SwitchedOff]:
 
 
 def check_steps_can_be_recorded() -> None:
-    """Raise an error if a step cannot be recorded because no plan could be carried out.
-
-    Raises:
-        RecordError: a hook that all plans depend on does not work.
-    """
     if SwitchedOff.PLANS in switched_off():
         raise RecordError(
             f"torch {torch.__version__} lacks what plans depend on (the TorchVersionWarning says what), so no step "

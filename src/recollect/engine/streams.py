@@ -16,13 +16,7 @@ _streams: dict[Stream, torch.cuda.Stream] = {}
 
 
 def stream_of(tensor: torch.Tensor) -> Stream | None:
-    """Return the current stream of a tensor's device; None if the tensor is not on CUDA, or is fake.
-
-    Example:
-        >>> import torch
-        >>> print(stream_of(torch.zeros(1)))
-        None
-    """
+    """Return the current stream of a tensor's device; None if the tensor is not on CUDA, or is fake."""
     if not tensor.is_cuda or is_fake_tensor(tensor):
         return None
     index = tensor.get_device()

@@ -143,13 +143,6 @@ class Tape(TapeState):
             self.policy.departs = departs
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward on the tape.
-
-        Raises:
-            UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
-            MutatedValueError: it has written to a tensor unseen, whose old content is lost.
-            ConfigError: a CUDA graph is captured, and the unit does what cannot be.
-        """
         if SwitchedOff.PLANS in switched_off():
             return forward(*args, **kwargs)
         outer = self.mode
@@ -297,9 +290,6 @@ def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> 
 
     For versions of PyTorch that do not show such calls. Their ops were seen like any others, but not possible unseen writes to
     an argument, which the tape may have dropped.
-
-    Raises:
-        UnsupportedModelError: it did.
     """
     seen: set[Any] = {tensor.grad_fn for tensor in tensors_held((args, kwargs))} | {None}
     pending: list[Any] = [tensor.grad_fn for tensor in tensors_held(output)]

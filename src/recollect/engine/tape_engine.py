@@ -36,9 +36,6 @@ def planned_forwards(
     """Return forwards that run units on one tape, which keeps or drops value by value; see `recollect.engine.tape`.
 
     Units that recompute nothing run as before.
-
-    Raises:
-        OffloadError: the plan offloads values, and host memory is too small, or no carrier copies from the device.
     """
     # A unit that keeps everything still belongs on the tape if a different unit may have dropped its input, holds a part, or
     # offloads, since each unit is an edge at which copies leave and come back.

@@ -21,11 +21,6 @@ from recollect.measuring.stopwatch import Stopwatch
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
-    """Return the forwards that run units on a tape.
-
-    Raises:
-        UnknownNameError: the model has no such unit.
-    """
     units = {path: unit_module(model, path) for path in unit_paths}
     unit_ids = {id(unit) for unit in units.values()}
     # A compiled forward is kept as a whole.
@@ -72,7 +67,6 @@ def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.M
 
 
 def look_for_hooks() -> None:
-    """Warn where the user's hooks for saved tensors are around a planned unit."""
     if are_users_hooks_active():
         tell_once(
             "hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are active around layers that run "

@@ -191,7 +191,6 @@ class TapeMode(OpMode):
         return output
 
     def run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
-        """Run an op of forward; return its output, and the random numbers that it drew."""
         if self.is_captured and facts.is_random:
             refuse_draws(facts, func, args, kwargs, self.unit_path, self._name_of_result(facts, 0))
         return first_run(facts, func, args, kwargs) if facts.is_random else (func(*args, **kwargs), None)

@@ -82,8 +82,7 @@ class Agreement:
     def compare(self) -> None:
         """Check, at the same point of the step in all ranks, that the ranks of each group met run one plan, if they must.
 
-        Raises:
-            PlanError: they have different plans, or some have none; with the same text in each that has one.
+        The error has the same text in each rank that has a plan.
         """
         for group, notes in self._met.items():
             if group in self._agreed:
@@ -101,12 +100,7 @@ class Agreement:
                 )
 
     def check(self, group: str, what: str) -> None:
-        """Check, the first time, that all ranks of a group drop the same as this one, before it begins to do `what`.
-
-        Raises:
-            PlanError: a rank drops something else, or does not tell.
-            ConfigError: a CUDA graph is captured.
-        """
+        """Check, the first time, that all ranks of a group drop the same as this one, before it begins to do `what`."""
         if group in self._agreed or self._is_alone:
             return
         if is_capturing():
@@ -229,11 +223,7 @@ class Shards:
         return -(-nbytes // self.size)
 
     def call(self, tensor: torch.Tensor, agreement: Agreement, unit: str, name: str) -> tuple[Gather, TapeValue]:
-        """Return the function that gathers a tensor, and its argument: this rank's part.
-
-        Raises:
-            PlanError: the value `name` of a unit is not the same on all ranks, or they have other plans; on all of them.
-        """
+        """Return the function that gathers a tensor, and its argument: this rank's part; errors are raised on all ranks."""
         agreement.meet(self.name)
         agreement.check(self.name, "hold values as parts")
         self._check(tensor, unit, name)

@@ -27,8 +27,7 @@ _UNKNOWN_WRITER = "something that PyTorch does not see, such as a kernel that wa
 def forget_overwritten(tensor: torch.Tensor, writer: str, label: _Label) -> None:
     """Forget how a storage's content was made, because something writes to it that raises no version.
 
-    Raises:
-        MutatedValueError: a value that backward needs is dropped, or held on this storage, and would change with it.
+    It is an error if a value that backward needs is dropped, or held on this storage, and would change with it.
     """
     storage = tensor.untyped_storage()
     record = record_of(storage)
@@ -45,8 +44,7 @@ def forget_overwritten(tensor: torch.Tensor, writer: str, label: _Label) -> None
 def forget_updated(statistics: Sequence[torch.Tensor], writer: str, label: _Label) -> None:
     """Forget how statistics were made that an op is about to update; earlier readers keep their old content.
 
-    Raises:
-        MutatedValueError: an op before this one has saved them for its gradient, which would read their new content.
+    It is an error if an op before this one has saved them for its gradient, which would read their new content.
     """
     storages = [tensor.untyped_storage() for tensor in statistics]
     for tensor, storage in zip(statistics, storages, strict=True):
@@ -72,22 +70,14 @@ class _Note(NamedTuple):
 
 
 class Comparison:
-    """Compares contents during one call of a unit.
-
-    Attributes:
-        overwritten: paths of units whose outputs were found overwritten.
-    """
+    """Compares contents during one call of a unit; adds the units whose outputs were overwritten before it to a set."""
 
     def __init__(self, overwritten: set[str]) -> None:
         self.overwritten = overwritten
         self._noted: list[weakref.ref[torch.UntypedStorage]] = []
 
     def note(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout, label: _Label) -> None:
-        """Note the content of a part of a tensor's storage; if it was noted at the same version, compare it with that.
-
-        Raises:
-            MutatedValueError: it has changed, and its old content is needed.
-        """
+        """Note the content of a part of a tensor's storage; if it was noted at the same version, compare it with that."""
         version = version_of(tensor)
         notes: dict[Layout, _Note] = vars(storage).setdefault(NOTES, {})
         if any(note.version != version for note in notes.values()):
@@ -104,11 +94,7 @@ class Comparison:
             self.overwritten.add(before.label[0])
 
     def end(self) -> None:
-        """Compare everything once more; forget the content of tensors without a recipe.
-
-        Raises:
-            MutatedValueError: it has changed.
-        """
+        """Compare everything once more; forget the content of tensors without a recipe."""
         for storage in filter(None, (reference() for reference in self._noted)):
             for layout, note in vars(storage).get(NOTES, {}).items():
                 if _content(storage, layout) != note.checksum and storage.nbytes():

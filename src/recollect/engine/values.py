@@ -41,7 +41,6 @@ Layout = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return the layout that tells this tensor apart from others on its storage."""
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
@@ -89,12 +88,7 @@ class TapeValue(Value):
         return tensor
 
     def fetch_saved(self) -> torch.Tensor:
-        """Return the tensor as autograd would, which detects only changes that raise the version.
-
-        Raises:
-            MutatedValueError: it has been written to since it was taken.
-            FreedValueError: its memory was freed.
-        """
+        """Return the tensor as autograd would, which detects only changes that raise the version."""
         tensor: torch.Tensor = self.tensor
         if self.stream is not None:
             read_here(tensor, self.stream)
@@ -301,7 +295,6 @@ def is_new(result: Any) -> bool:
 
 
 def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
-    """Remember how this storage's content was made, for as long as the storage lives."""
     vars(storage)[_RECORD] = record
 
 
@@ -339,11 +332,7 @@ def expect_bump(tensor: torch.Tensor) -> None:
 
 
 def check_filled(tensor: torch.Tensor, unit: str, module: str = "", op: str = "") -> None:
-    """Raise an error if a tensor that backward reads has no memory; `unit`, `module`, `op`: the first taker's.
-
-    Raises:
-        FreedValueError: FSDP2, or whoever else freed it, has not filled it again.
-    """
+    """Raise an error if FSDP2, or whoever freed a tensor, has not filled it again; `unit`, `module`, `op`: its first taker."""
     if has_strides(tensor) and not tensor.untyped_storage().nbytes() and tensor.numel():
         raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
 

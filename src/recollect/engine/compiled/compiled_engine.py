@@ -46,13 +46,7 @@ _T = TypeVar("_T")
 def compiled_forwards(
     model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
 ) -> list[PlacedForward]:
-    """Return forwards that run units inside `torch.compile`; nothing is compiled before they are called.
-
-    Raises:
-        UnknownNameError: the model has no such unit.
-        NotYetError: FSDP shards modules inside a unit.
-        ConfigError: a unit was compiled by its user with another backend than Inductor, or with CUDA graphs.
-    """
+    """Return forwards that run units inside `torch.compile`; nothing is compiled before they are called."""
     forwards: list[PlacedForward] = []
     for path, unit in units.items():
         module = without_compiler(unit_module(model, path))
@@ -79,16 +73,15 @@ def compile_forward(
     on_partition: Callable[[Partition], None] | None = None,
     on_compile: Callable[[Any, Any], None] = lambda args, kwargs: None,
 ) -> Callable[..., Any]:
-    """Compile the forward of a unit so that it saves the values that its plan keeps.
+    """Return a function like a unit's forward that saves the values its plan keeps; it compiles when it is called.
+
+    Equal modules with equal actions share compiled code.
 
     Args:
         forward: bound to a module; names of values leave out the module's path.
         actions: what happens to each value; None for PyTorch's own choice.
         on_partition: called with each cut; without it, code in a cache on disk is used without a cut.
         on_compile: called before a call that no compiled code fits, with its arguments and keywords.
-
-    Returns:
-        A function like it, which compiles when it is called. Equal modules with equal actions share compiled code.
     """
     # Here: it imports the compiler.
     from recollect._torch_compile import CompiledWhole
@@ -144,12 +137,7 @@ class CompiledForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit; compile it first, if no equal one was compiled with this plan.
-
-        Raises:
-            ConfigError: a setting keeps it from carrying out the plan.
-            UnsupportedModelError: the compiler cannot make one graph of it.
-        """
+        """Run the unit; compile it first, if no equal one was compiled with this plan."""
         leave_graph()
         if not self.recomputes():
             return self.forward(*args, **kwargs)

@@ -63,9 +63,7 @@ def base_of(node: fx.Node) -> fx.Node:
 def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
     """Return the unit that a node was traced in, a number of the unit's call, and the path of its module; None if in none.
 
-    Args:
-        node: of a joint graph.
-        units: paths, as seen from the module that was compiled; empty for that module itself.
+    `units`: paths, as seen from the module that was compiled; empty for that module itself.
     """
     stack = [("", ""), *module_stack(node)]
     known = set(units)
@@ -76,18 +74,15 @@ def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
 def value_names(
     joint: fx.GraphModule, known: Sequence[str] = (), units: Iterable[str] = ("",)
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return the names of the value that each node computes; the last one counts.
+    """Return the names of the value that each node computes, which begin with the unit's path; the last one counts.
 
-    A node has several if it may be any of an op's results, or if values are overwritten before anything reads
-    them.
+    A node has several if it may be any of an op's results, or if values are overwritten before anything reads them; none if
+    it is outside units, or no result of an op.
 
     Args:
         joint: the joint graph, before equal nodes were merged.
         known: names of the unit's values in forward order: they tell which ops wrote in place; in the graph none does.
-        units: paths of the units, as seen from the compiled module. Nodes outside units have no name.
-
-    Returns:
-        For each node that is one of an op's results, its names, which begin with the unit's path.
+        units: paths of the units, as seen from the compiled module.
     """
     stems = _Stems(known)
     names: dict[fx.Node, tuple[str, ...]] = {}
@@ -127,11 +122,7 @@ def _names_of_batch_norm(group: _Group, stems: _Stems) -> dict[fx.Node, tuple[st
 
 
 class _Stems:
-    """Counts the calls of ops as the tape does.
-
-    Args:
-        known: names of values in forward order: in the graph no op writes in place, and they say which of them did.
-    """
+    """Counts the calls of ops as the tape does; `known`: see `value_names`."""
 
     def __init__(self, known: Sequence[str]) -> None:
         self._known = _stems_of(known)
@@ -198,12 +189,9 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
 
 
 def _begins(node: fx.Node, group: _Group, *, is_latest: bool) -> bool:
-    """Whether a node belongs to a different call of a group's op; without gradients, calls share a number.
+    """Whether a node, traced from a group's op, belongs to a later call of it; without gradients, calls share a number.
 
-    Args:
-        node: traced from the op, in the same module.
-        group: of its latest call.
-        is_latest: no other op has run since.
+    `is_latest`: no other op has run since the group's call.
     """
     if node.target is operator.getitem:
         return False

@@ -81,12 +81,6 @@ class PlanPartitioner(CustomPartitionerFn):
         actions: what happens to each value, by name, in forward order; None for PyTorch's own choice.
         on_partition: called with each cut; this bypasses caches.
         units: paths of the units in the compiled module, with which names begin; empty: that module is the unit.
-
-    Example:
-        >>> PlanPartitioner({"up.mm": "keep"}) == PlanPartitioner({"up.mm": Action.KEEP})
-        True
-        >>> PlanPartitioner({"up.mm": "keep"}).uuid() == PlanPartitioner({"up.mm": "recompute"}).uuid()
-        False
     """
 
     def __init__(

@@ -59,11 +59,8 @@ class _Text:
     """A function that is being written.
 
     Args:
-        title: what it runs.
-        ops: to run, in order.
         inputs: the tensors that it is given, before the draws.
-        results: the tensors that it returns.
-        drawing: random ops whose draws it returns as well.
+        drawing: random ops whose draws it returns as well, after the results.
         drawn: random ops whose draws it is given.
         sums: those that it makes in place: the addend whose memory takes the sum, and the other one.
     """

@@ -23,11 +23,7 @@ _WITHOUT_STATE: Final = sys.stdlib_module_names | {"numpy", "torch", "triton"}
 
 
 def check_code(module: nn.Module) -> None:
-    """Check that a unit's code does not depend on anything that may change between calls, unseen by guards.
-
-    Raises:
-        UntraceableError: it does.
-    """
+    """Raise `UntraceableError` if a unit's code depends on anything that may change between calls, unseen by guards."""
     kinds = {type(part) for part in module.modules()}
     used = [(f"code of {kind.__name__}", names_in(kind.forward, kind)) for kind in kinds]
     for part in module.modules():

@@ -41,7 +41,6 @@ class Cut:
     numbers: NumberedCut
 
     def stretches(self) -> list[list[int]]:
-        """See `recollect.programs.parts`."""
         return stretches(self.joint.record, self.numbers)
 
     def parts(self, stretches: Sequence[Sequence[int]]) -> list[tuple[int, list[TracedTensor]]]:
@@ -51,11 +50,7 @@ class Cut:
 
 
 def cut(trace: Trace, backward: BackwardTrace, is_kept: IsKept) -> Cut:
-    """Cut a trace.
-
-    Raises:
-        UntraceableError: something would have to run again that cannot.
-    """
+    """Cut a trace; raise `UntraceableError` if something would have to run again that cannot."""
     joint = Joint(trace, backward)
     found = cut_record(joint.record, lambda number, index: is_kept(joint.ops[number], index))
     return Cut(

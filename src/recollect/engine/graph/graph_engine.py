@@ -79,11 +79,7 @@ Kind: TypeAlias = tuple[Any, ...]
 def graph_forwards(
     model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
 ) -> list[PlacedForward]:
-    """Return forwards that run units from traces; units that recompute nothing run as before.
-
-    Raises:
-        UnknownNameError: the model has no such unit.
-    """
+    """Return forwards that run units from traces; units that recompute nothing run as before."""
     units = {path: unit for path, unit in units.items() if unit.recomputes_anything}
     modules = {path: unit_module(model, path) for path in units}
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
@@ -204,11 +200,7 @@ class GraphForward(PlacedForward):
         self._casts = casts
 
     def _from_trace(self, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """Run the unit as traced; trace it first if no trace fits.
-
-        Raises:
-            _NotTracedError: it cannot.
-        """
+        """Run the unit as traced; trace it first if no trace fits; raise `_NotTracedError` if it cannot be."""
         from recollect import _torch_dynamo as dynamo
 
         if any(names.get(name) is not method for names, name, method in self._methods):
@@ -336,11 +328,7 @@ class GraphForward(PlacedForward):
             )
 
     def traced(self, graph: Any, inputs: Any) -> TracedUnit:
-        """Return the unit as in Dynamo's graph of it.
-
-        Raises:
-            UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out this way.
-        """
+        """Return the unit as in Dynamo's graph of it, if its ops are those that ran on the tape."""
         if not SPLITS_FUNCTIONS and runs_in_stage():
             raise UntraceableError(
                 "a stage of a pipeline may split its backward, which takes traces from torch 2.13 on only"
@@ -378,7 +366,6 @@ def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
 
 
 def _backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """Make the function that runs in place of a traced graph."""
     forward = _tracing.unit
     if forward is None:
         raise _NotTracedError

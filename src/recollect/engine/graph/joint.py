@@ -22,7 +22,6 @@ class Joint:
     Attributes:
         ops: of forward and of backward, in the order of the record.
         tensors: in its order.
-        record: the numbers.
     """
 
     def __init__(

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from recollect._torch_private import HigherOrderOperator
+from recollect.engine.graph.recorder import Recorder
 from recollect.programs.cut import UntraceableError
 from recollect.tensors import tensors_in
-
-
-class Scoped(Protocol):
-    """Is told which module runs.
-
-    Attributes:
-        scope: its path in the unit.
-    """
-
-    scope: str
 
 
 def reads_constant(graph: fx.GraphModule) -> bool:
@@ -31,7 +22,7 @@ def reads_constant(graph: fx.GraphModule) -> bool:
 class NamedRun(fx.Interpreter):
     """Runs Dynamo's graph, and tells the recorder which module each op belongs to."""
 
-    def __init__(self, graph: fx.GraphModule, recorder: Scoped, paths: dict[str, str | None]) -> None:
+    def __init__(self, graph: fx.GraphModule, recorder: Recorder, paths: dict[str, str | None]) -> None:
         super().__init__(graph)
         self._recorder = recorder
         self._paths = paths

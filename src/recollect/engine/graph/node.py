@@ -43,15 +43,7 @@ running = _Running()
 
 
 class TracedUnit:
-    """A unit that runs from a trace, under one plan, in calls like the traced one.
-
-    Args:
-        trace: of a call.
-        is_kept: what the plan keeps.
-
-    Raises:
-        UntraceableError: the plan cannot be carried out so.
-    """
+    """A unit that runs from a trace, under one plan, in calls like the traced one."""
 
     def __init__(self, trace: Trace, is_kept: IsKept) -> None:
         self.trace = trace
@@ -84,11 +76,7 @@ class TracedUnit:
         return self._programs[tangents]
 
     def run(self, *arguments: Any) -> Sequence[Any]:
-        """Run forward on what the traced graph reads.
-
-        Raises:
-            OtherMemoryError: the call cannot run from this trace.
-        """
+        """Run forward on what the traced graph reads; raise `OtherMemoryError` if the call cannot run from this trace."""
         trace = self.trace
         inputs = trace.tensors_of(arguments)
         parts = trace.parts_of(inputs)
@@ -278,12 +266,7 @@ class _Call:
         return tuple([spread(found[index], spec) for index, spec in unit.made])
 
     def take(self, program: Program) -> list[Any]:
-        """Return the saved values for a program's backward; release them unless there may be one more.
-
-        Raises:
-            MutatedValueError: some of it was written to.
-            FreedValueError: FSDP2 has not gathered a parameter again.
-        """
+        """Return the saved values for a program's backward; release them unless there may be one more."""
         saved = self.saved
         if saved is None:
             raise RuntimeError(
@@ -346,11 +329,7 @@ _link: Any = super(torch.autograd.Function, _Link).apply
 
 
 def _listed(gradients: Any, call: _Call) -> list[Any]:
-    """Return incoming gradients in a list that nothing else holds.
-
-    Raises:
-        ConfigError: second derivatives are wanted.
-    """
+    """Return incoming gradients in a list that nothing else holds."""
     if torch.is_grad_enabled():
         raise ConfigError(
             settings={"create_graph": True},

@@ -38,7 +38,7 @@ def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> 
         return output
     # As statistics of a norm in 16 bits with weights in 32.
     is_mixed = len(made) > 1 and len({tensor.dtype for tensor in read if tensor.is_floating_point()}) > 1
-    is_known = not is_mixed and all(_is_contiguous(tensor) for tensor in (*read, *made))
+    is_known = not is_mixed and all(one.layout is torch.strided and one.is_contiguous() for one in (*read, *made))
     if is_known or not all(_is_plain(tensor) for tensor in read):
         return output
     leaves, tree = tree_flatten((args, kwargs))
@@ -76,10 +76,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
     )
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _signature(leaf: Any) -> Any:

@@ -32,11 +32,7 @@ class SharedMemory:
         ]
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check the inputs of a call.
-
-        Raises:
-            OtherMemoryError: they share memory differently.
-        """
+        """Raise `OtherMemoryError` if the inputs of a call share memory differently."""
         memory = [one.untyped_storage()._cdata for one in inputs] if self._groups else []
         for group, begins in self._groups:
             if group != [index for index, one in enumerate(memory) if one == memory[group[0]]]:

@@ -77,7 +77,6 @@ class BackwardTrace:
     gradients: list[list[TracedTensor]]
     """For each input, the addends of its gradient in eager mode, in order; empty for one without."""
     specs: Specs
-    """How those are spread that are DTensors."""
 
 
 class Trace:
@@ -200,11 +199,7 @@ class Trace:
         return found
 
     def tensors_of(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return the tensors among the graph's arguments.
-
-        Raises:
-            OtherMemoryError: a mesh of processes is not the traced one.
-        """
+        """Return the tensors among the graph's arguments; raise `OtherMemoryError` if a mesh is not the traced one."""
         if not self._meshes:
             return arguments
         if any(arguments[index] != mesh for index, mesh in self._meshes.items()):
@@ -216,11 +211,7 @@ class Trace:
         return [local_part(one) for one in inputs] if self.spread_inputs else inputs
 
     def check_fits(self, inputs: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Check what guards do not see. `parts`: see `parts_of`.
-
-        Raises:
-            OtherMemoryError: its inputs share memory differently, or gradients have different types.
-        """
+        """Raise `OtherMemoryError` if guards do not see that the trace does not fit. `parts`: see `parts_of`."""
         for index, dtype in self._dtypes.items():
             if grad_dtype_of(inputs[index]) is not dtype:
                 raise OtherMemoryError
@@ -248,7 +239,6 @@ class Trace:
                 handle.remove()
 
     def backward(self, tangents: Tangents) -> BackwardTrace:
-        """Return the ops of a backward that begins with such gradients."""
         if tangents not in self._backward:
             self._backward[tangents] = self._record_backward(tangents)
         return self._backward[tangents]

@@ -72,7 +72,6 @@ class TracedOp:
     """Whether gradients were switched on, which some kernels ask."""
     scope: str = ""
     is_random: bool = False
-    """Whether it draws random numbers."""
     count: int = -1
     """Of calls of this op in this module, from 0; -1 for a call whose results have no names."""
     reads: list[TracedTensor] = field(default_factory=list)
@@ -89,7 +88,6 @@ class TracedOp:
 
     @property
     def updated(self) -> list[TracedTensor]:
-        """Return the running statistics that it updates without its schema saying so."""
         arguments = (self.args[position] for position in self.facts.updated_by(self.args))
         return [argument for argument in arguments if argument is not None]
 

@@ -37,11 +37,7 @@ class Carrier:
     """Copies bytes between a device and host memory; a ticket stands for a copy under way."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return a stretch of host memory, as bytes.
-
-        Raises:
-            OffloadError: host memory is too small, or cannot be used.
-        """
+        """Return a stretch of host memory, as bytes; raise `OffloadError` if it is too small, or cannot be used."""
         raise NotImplementedError
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Any:
@@ -209,11 +205,6 @@ CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
 
 
 def carrier_for(device: torch.device) -> Carrier:
-    """Return the carrier of copies to and from a device.
-
-    Raises:
-        OffloadError: no carrier does.
-    """
     accelerator = torch.accelerator.current_accelerator()
     if device.type in CARRIERS:
         return CARRIERS[device.type]()
@@ -229,9 +220,6 @@ class Host:
     Attributes:
         num_missed: values that were asked for, or written to, at another moment than the plan says.
         stalled_s: seconds that computation has waited for copies, on the CPU.
-
-    Raises:
-        OffloadError: host memory is too small, or no carrier copies from the device.
     """
 
     def __init__(self, device: torch.device, most_bytes: int | None) -> None:

@@ -57,9 +57,6 @@ class Offload:
         model: the model that the plan is applied to; its parameters give the device. None: nothing is known of it.
         most_bytes: the host memory that values need; None if unknown.
         device: where values are computed, if not as the parameters tell.
-
-    Attributes:
-        num_stayed: values that stayed on the device, as there was no room for them in host memory.
     """
 
     def __init__(
@@ -89,9 +86,6 @@ class Offload:
         """Return the flight that a unit's call belongs to, and its number there.
 
         `is_inside`: a different unit's call is running.
-
-        Raises:
-            ConfigError: a CUDA graph is captured.
         """
         if is_capturing():
             raise refused(
@@ -110,11 +104,7 @@ class Offload:
         return self._flight, call
 
     def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
-        """Begin to copy a value that was just computed; None if there is no room for it, or nothing to copy.
-
-        Raises:
-            OffloadError: host memory is not available.
-        """
+        """Begin to copy a value that was just computed; None if there is no room for it, or nothing to copy."""
         nbytes = tensor.untyped_storage().nbytes()
         if not nbytes or tensor.device.type != self.host.device.type or is_fake_tensor(tensor):
             return None

@@ -30,9 +30,6 @@ class Offloaded:
     """One value on its trip.
 
     It was just computed, and holds no graph. `label`: path of the unit, and name of the value in it.
-
-    Raises:
-        OffloadError: it cannot be copied.
     """
 
     __slots__ = (
@@ -84,11 +81,7 @@ class Offloaded:
         self.leave(num_raised)
 
     def come_back(self) -> None:
-        """Begin to copy it back, if it is away (rule 3); it stays in host memory if a later backward will ask for it.
-
-        Raises:
-            OffloadError: it cannot be copied.
-        """
+        """Begin to copy it back, if it is away (rule 3); it stays in host memory if a later backward will ask for it."""
         slot = self._slot
         if self._tensor is not None or self._arriving is not None or slot is None or self._problem is not None:
             return
@@ -105,13 +98,7 @@ class Offloaded:
             self._give_back()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
-        """Return the tensor when something asks for it.
-
-        Raises:
-            OffloadError: a copy failed.
-            MutatedValueError: something wrote to it while it was copied out.
-            FreedValueError: something freed its memory.
-        """
+        """Return the tensor when something asks for it."""
         if self._arriving is None:
             self._host.num_missed += 1
         tensor = self._tensor

@@ -18,15 +18,12 @@ class Slot:
     """Room for one value."""
 
     memory: torch.Tensor
-    """Its bytes."""
     nbytes: int
-    """Number of bytes."""
     copies: list[Any]
     """Tickets of the last copies from and to them, which later copies wait for."""
     slab: int
-    """Its slab's number."""
     begin: int
-    """Where it begins there."""
+    """Where it begins in its slab."""
 
 
 _Copied = tuple[int, int, list[Any]]
@@ -56,11 +53,7 @@ class HostPool:
             self._add_slab(most_bytes)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a slot of a byte or more; None if there is no room.
-
-        Raises:
-            OffloadError: the pool would have to grow, and cannot.
-        """
+        """Return a slot of a byte or more; None if there is no room."""
         found = self._find(nbytes)
         if found is None and self._grows:
             self._add_slab(max(nbytes, _FIRST_SLAB_BYTES, sum(len(slab.memory) for slab in self._slabs)))
