@@ -30,8 +30,6 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
     """Return, for each graph, the produced values that stay alive until the loss in every call, even if dropped.
 
     The loss of a call is the last work of the forward that it is in.
-
-    Complexity: one pass over the events.
     """
     made: dict[int, set[int]] = {}
     for forward in _forwards(profile):
@@ -68,17 +66,10 @@ def _forwards(profile: Profile) -> Iterator[list[Event]]:
 def with_held(
     graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, keeps_output: bool = True
 ) -> tuple[Option, ...]:
-    """Return the options, plus undominated variants that keep other subsets of the held values.
+    """Return the options, sorted by bytes, plus variants that keep other subsets of the held values.
 
-    Args:
-        graph: the unit.
-        options: its options.
-        held: values alive until the loss; if there are many, all or none of them are kept.
-        keeps_output: whether `options` keep the output.
-
-    Returns:
-        All given options, and the variants that no other beats in bytes, bytes besides the held values, and seconds;
-        sorted by bytes.
+    Variants are those that no other beats in bytes, bytes besides the held values, and seconds. Many held values are kept all
+    or none.
     """
     evaluator = Evaluator(graph, keeps_output=keeps_output)
     given = {option.stored: option for option in options}

@@ -121,11 +121,7 @@ def search_batches(
     max_size: int = MAX_SIZE,
     along: str = "size",
 ) -> LargestBatch:
-    """Find the largest and the fastest batch within a budget, by recording a few sizes.
-
-    Raises:
-        BudgetTooSmallError, ConfigError, QuantityError, RecordError: see `recollect.largest_batch`.
-    """
+    """Find the largest and the fastest batch within a budget, by recording a few sizes."""
     for name, value in (("tokens_each", tokens_each), ("multiple_of", multiple_of), ("max_size", max_size)):
         if type(value) is not int or value < 1:
             raise ConfigError(
@@ -180,10 +176,7 @@ class _Search:
         )
 
     def _largest(self, fits: Callable[[TriedSize], bool], peak_bytes: Callable[[TriedSize], float]) -> TriedSize | None:
-        """Return the largest size that fits, having tried the next one; None if the smallest does not fit.
-
-        `peak_bytes`: about how many bytes a size needs.
-        """
+        """Return the largest size that fits, having tried the next one; None if the smallest does not fit."""
         num_tries = 0
         while True:
             low = max((number for number, tried in self.tried.items() if fits(tried)), default=0)
@@ -228,7 +221,6 @@ class _Search:
             self._try(low + gap // 2)
 
     def _fastest(self) -> int:
-        """Return the size with most tokens per second; of equals the smallest."""
         return max(sorted(self.tried), key=lambda number: self.tried[number].tokens_per_s or 0.0)
 
     def _check_growth(self) -> None:
@@ -243,11 +235,6 @@ class _Search:
             )
 
     def _try(self, number: int) -> None:
-        """Record a size and plan it.
-
-        Raises:
-            BudgetTooSmallError: it is the smallest size, and no plan fits.
-        """
         size = number * self.multiple_of
         profile = self._recorded(size)
         planner = planner_for(profile)
@@ -275,7 +262,6 @@ class _Search:
         )
 
     def _recorded(self, size: int) -> Profile:
-        """Record a size; say which one it was if it fails, and that a smaller one did not."""
         before = max((tried.size for tried in self.tried.values()), default=0)
         try:
             return self.record(size)

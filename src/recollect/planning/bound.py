@@ -79,7 +79,6 @@ class AwayLimits:
 
 
 def away_limits(profile: Profile, found: CheckpointTimes, link: Link, host_bytes: int) -> AwayLimits:
-    """Return how many bytes can be away at moments of a step, given a link and a size of host memory."""
     times_s = event_times(profile)
     end_s = float(times_s[-1]) if len(times_s) else 0.0
     times_s = times_s[found.events]
@@ -113,7 +112,6 @@ class LowerBound:
     """The bound of one profile, for any number of budgets.
 
     Args:
-        profile: the recorded step.
         steps: its cheapest choices, if the caller knows better ones; by default each call of a unit decides by itself.
         fixed_bytes: bytes alive under every plan at the moments of `steps`.
         away: limits on the host memory of plans that offload at these moments; by default, plans do not offload.
@@ -238,11 +236,7 @@ def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
 
 
 def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:
-    """Check that a plan's seconds of recompute are not below the bound for its budget.
-
-    Raises:
-        RuntimeError: they are, so the bound is wrong.
-    """
+    """Check that a plan's seconds of recompute are not below the bound for its budget."""
     # Sums of the same seconds in a different order differ in their last digits.
     if bound_s > recompute_s * (1 + _SAFETY) + _SAFETY**2:
         raise RuntimeError(

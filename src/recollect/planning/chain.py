@@ -48,7 +48,6 @@ class Chain:
     """Solves the chain of one table for any number of budgets.
 
     Args:
-        costs: of choices of the table.
         most_probes: the most simulations to measure working sets with; options in between are interpolated until a
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
@@ -203,10 +202,7 @@ class Chain:
                 self._base[window] = growth_bytes - working
 
     def best(self, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield candidates for a budget, each from a model corrected by the one before.
-
-        Stops when the model has no plan, or repeats a plan that was simulated.
-        """
+        """Yield candidates for a budget, each from a model corrected by the one before."""
         tried: set[Choice] = set()
         # Bytes withheld from the model, because plans that it thought would fit did not.
         margin_bytes = excess_bytes = 0
@@ -303,13 +299,9 @@ def _held_of(row: UnitRow, graph: UnitGraph, held: HeldValues) -> NDArray[np.int
 
 
 def cheapest(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
-    """Return the option of each stage that together cost least, or None if nothing fits.
+    """Return the option of each stage, in chain order, that together cost least, or None if nothing fits.
 
-    Args:
-        stages: in chain order.
-        budget_bytes: limit on the bytes that earlier stages keep plus the own bytes of a stage.
-
-    Complexity: stages times options times cells.
+    The budget limits the bytes that earlier stages keep plus the own bytes of a stage.
     """
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []

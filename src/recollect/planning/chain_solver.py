@@ -71,7 +71,6 @@ class ChainSolver:
     """Finds candidates for any number of budgets, with chains; deterministic, with no wall-clock limit.
 
     Args:
-        profile: a recorded step with its events.
         program: the program of the profile and its windows, to reuse.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
         lean: a candidate known from the start, whose options the solver also has.
@@ -122,7 +121,6 @@ class ChainSolver:
 
     @cached_property
     def _near_least(self) -> ChainSolver:
-        """A solver whose options include the leanest candidate's."""
         return ChainSolver(self.profile, like=self, lean=self.leanest)
 
     def measured(self) -> Chain:

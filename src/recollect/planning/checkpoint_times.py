@@ -51,14 +51,10 @@ class CheckpointTimes:
 
 
 def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> CheckpointTimes:
-    """Return the constraints on a plan's memory at some moments of a step.
+    """Return the constraints on a plan's memory at some moments of a step, given as positions in its log.
 
-    Args:
-        profile: the recorded step.
-        events: positions in the log. By default, in each stretch of the step that belongs to one unit call: where
-            backward begins it, where most bytes are alive under every plan, and where most are alive if everything is kept.
-
-    Complexity: two walks over the events, then the number of moments times the number of values.
+    By default these are, in each stretch of the step that belongs to one unit call: where backward begins it, where most bytes
+    are alive under every plan, and where most are alive if everything is kept.
     """
     scan = _Scan(profile)
     fixed_bytes, phases, stages = (np.array(a, dtype=np.int64) for a in (scan.fixed_bytes, scan.phases, scan.stages))

@@ -53,11 +53,7 @@ _ESTIMATED = "bytes and times of compiled units are estimates from their code, w
 
 
 class Planner:
-    """Plans one profile for any number of budgets, reusing computation from one to the next.
-
-    Raises:
-        ProfileFormatError: as `recollect.plan`.
-    """
+    """Plans one profile for any number of budgets, reusing computation from one to the next."""
 
     @without_collections()
     def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
@@ -111,11 +107,7 @@ class Planner:
 
     @without_collections()
     def plan(self, budget: int | str) -> Plan:
-        """Return the plan for a budget, as `recollect.plan` does, or a better one found for an earlier budget.
-
-        Raises:
-            BudgetTooSmallError, QuantityError: as `recollect.plan`.
-        """
+        """Return the plan for a budget, as `recollect.plan` does, or a better one found for an earlier budget."""
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
         if self._plain.peak_bytes <= budget_bytes and not self._is_compiled:
@@ -180,7 +172,6 @@ class Planner:
         )
 
     def _bound_s(self, budget_bytes: int) -> float:
-        """Return a lower bound on the recompute seconds of any plan."""
         # The bound is one on plans of the tape.
         if not self.profile.calls or self._is_compiled:
             return 0.0
@@ -207,15 +198,7 @@ class Planner:
 def advice(
     profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str, is_smallest: bool = False
 ) -> tuple[str, ...]:
-    """Return suggestions that would make the budget feasible, the most promising first.
-
-    Example:
-        >>> from recollect.profile.events import StepLog
-        >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
-        >>> print(*advice(profile, budget_bytes=1500, least_peak_bytes=2000, peak_call="head"))
-        What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer state 1.2 KiB), which no \
-recompute changes: shard it (FSDP), or use an optimizer with less state or bf16 parameters.
-    """
+    """Return suggestions that would make the budget feasible, the most promising first."""
     fixed = {kind: nbytes for kind, nbytes in profile.persistent.items() if nbytes}
     made_bytes = lasting_bytes(profile)
     if made_bytes:

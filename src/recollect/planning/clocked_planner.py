@@ -23,11 +23,9 @@ from recollect.simulation.predicted import predicted_plan
 
 
 class ClockedPlanner(Planner):
-    """Plans one profile with two clocks for any number of budgets.
+    """Plans one profile with two clocks (`has_two_clocks`) for any number of budgets.
 
-    Args:
-        profile: the recorded step, for which `has_two_clocks` holds.
-        bound_on: makes the bound on a clock, given its host price (see `priced`); `LowerBound` by default.
+    `bound_on`: makes the bound on a clock, given its host price (see `priced`); `LowerBound` by default.
     """
 
     def __init__(self, profile: Profile, *, bound_on: Callable[[float], LowerBound] | None = None) -> None:
@@ -48,11 +46,7 @@ class ClockedPlanner(Planner):
         return replace(priced(self._recorded, host_price), step_s=step_s)
 
     def plan(self, budget: int | str) -> Plan:
-        """Return the faster of the plans on either clock, if both may be the limit.
-
-        Raises:
-            BudgetTooSmallError, QuantityError: as `recollect.plan`.
-        """
+        """Return the faster of the plans on either clock, if both may be the limit."""
         found, times = self._timed(self._planned(budget, self._binds))
         if (other_binds := _host_binds(times)) != self._binds:
             other, its = self._timed(self._planned(budget, float(other_binds)))
@@ -72,10 +66,7 @@ class ClockedPlanner(Planner):
         )
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
-        """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown.
-
-        Each clock has a bound; the step takes at least as long as either says.
-        """
+        """Each clock has a bound; the step takes at least as long as either says."""
         own = super().bound_slowdown(budget_bytes)
         if own is None:
             return None

@@ -45,19 +45,8 @@ _ALIKE: Final = 0.002
 def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
     """Return the sets of values of a unit to compile and measure, from the one that keeps least to the one that keeps most.
 
-    Returns:
-        At most ten, of different bytes: nothing; the choices of minimum cuts under the costs of compiled code; attention; this
-        and the residual stream's addends; all products and attention. A unit's output is always kept.
-
-    Example:
-        >>> from recollect.profile.graph import ValueRecord
-        >>> x, h = ValueRecord("x", 64, producer=None), ValueRecord("up.mm", 256, producer=0)
-        >>> a = ValueRecord("act.silu", 256, producer=1, saved=True)
-        >>> y = ValueRecord("down.mm", 64, producer=2, is_output=True)
-        >>> up, act = OpRecord("up.mm", (0,), (1,), 1.0), OpRecord("act.silu", (1,), (2,), 0.1)
-        >>> menu = compiled_menu(UnitGraph((x, h, a, y), (up, act, OpRecord("down.mm", (2,), (3,), 1.0))))
-        >>> [[name for name, action in keeps.items() if action == "keep"] for keeps in menu]
-        [['down.mm'], ['up.mm', 'down.mm']]
+    At most ten, of different bytes: nothing; the choices of minimum cuts under the costs of compiled code; attention; this
+    and the residual stream's addends; all products and attention. A unit's output is always kept.
     """
     outputs = {index for index, value in enumerate(graph.values) if value.is_output}
     attention = _values_of(graph, _is_attention)

@@ -247,21 +247,6 @@ def explain_plan(profile: Profile, plan: Plan) -> Explanation:
     """Explain a plan's choices, compared with the planner's for the same peak and host memory.
 
     The numbers are those of the simulator; the parts add up to the totals.
-
-    Example:
-        >>> import torch, recollect
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> tokens = torch.randint(0, 256, (2, 32))
-        >>> profile = recollect.record(
-        ...     GPTModel(NAMED_CONFIGS["gpt-tiny"]), {"tokens": tokens, "labels": tokens}, fake=True
-        ... )
-        >>> config = recollect.RecomputeConfig(
-        ...     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        ... )
-        >>> explanation = explain_plan(profile, recollect.megatron_plan(profile, config))
-        >>> explanation.budget.slowdown <= explanation.given.slowdown
-        True
     """
     given = _explained(profile, plan)
     planner = planner_for(profile, given.simulation.host_bytes if link_of(profile) else 0)

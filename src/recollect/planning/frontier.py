@@ -18,7 +18,6 @@ from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import longest_chain
 from recollect.planning.planners import planner_for
-from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress import stage
@@ -236,15 +235,8 @@ class Prices(NamedTuple):
         )
 
 
-def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> Prices:
-    """Return the saving from more of each, based on plans that have it.
-
-    Complexity: three plans.
-
-    Example:
-        >>> print(Prices(0.012, 0.0, 0.0005))
-        one more GiB on the device would save 1.20 % of the step, of host memory 0.00 %, one more GB/s 0.05 %
-    """
+def prices(profile: Profile, plan: Plan) -> Prices:
+    """Return the saving from more of each, based on plans that have it."""
     budget_bytes, host_bytes = plan.budget_bytes or 0, plan.host_budget_bytes or 0
     rates = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s
     more_device, more_host = (min(_GIB, int(_MOST_PART * nbytes)) for nbytes in (budget_bytes, host_bytes))
@@ -253,7 +245,7 @@ def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> P
     now = plan.predicted_slowdown or 0.0
 
     def saved(on: Profile, device_bytes: int, on_host_bytes: int) -> float:
-        found = planner_for(on, on_host_bytes, link_share=link_share).plan(device_bytes)
+        found = planner_for(on, on_host_bytes).plan(device_bytes)
         # A search may miss a plan that it found with less.
         return max(0.0, now - (found.predicted_slowdown or 0.0))
 

@@ -50,13 +50,7 @@ _FEWEST_CUTS = 24
 
 
 class Stored(NamedTuple):
-    """The stored values of a unit, as one set of values for each way to store one; values in no set are not stored.
-
-    Example:
-        >>> stored = Stored.whole_values([1, 2]).toggled_part(3)
-        >>> sorted(stored.values), stored.toggled(2) == Stored(frozenset([1]), frozenset([3]))
-        ([1, 2, 3], True)
-    """
+    """The stored values of a unit, as one set of values for each way to store one; values in no set are not stored."""
 
     whole: frozenset[int] = frozenset()
     """Values that are kept in memory."""
@@ -84,7 +78,6 @@ class Stored(NamedTuple):
         return Stored(self.whole.difference(values), self.parts.difference(values))
 
     def has_more_than(self, other: Stored) -> bool:
-        """Return whether this one stores everything that the other stores, in the same way, and more."""
         return self != other and self.whole >= other.whole and self.parts >= other.parts
 
     @property
@@ -130,15 +123,6 @@ def unit_hull(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, .
 
     Complexity: two minimum cuts per option, but at most `_NODES_OF_ALL_CUTS`: of large units with very many options, those
         that leave the smallest gaps. 0.05 s for 100 ops, 1 s for 1000 ops with all times and sizes different.
-
-    Example:
-        >>> from recollect.profile.graph import OpRecord, ValueRecord
-        >>> x = ValueRecord("x", 64, producer=None)
-        >>> h = ValueRecord("up.mm", 256, producer=0, saved=True)
-        >>> y = ValueRecord("down.mm", 64, producer=1, is_output=True)
-        >>> graph = UnitGraph((x, h, y), (OpRecord("up.mm", (0,), (1,), 0.5), OpRecord("down.mm", (1,), (2,), 0.5)))
-        >>> [(option.kept_bytes, option.recompute_s) for option in unit_hull(graph)]
-        [(64, 0.5), (320, 0.0)]
     """
     network = _Network(graph, keeps_output=keeps_output)
     fattest = network.evaluator.option(graph.saved_values)

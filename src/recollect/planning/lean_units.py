@@ -28,9 +28,7 @@ class LeanUnits:
     """The units of one profile.
 
     Attributes:
-        profile: the recorded step.
-        table: the units as rows; the search decides on their options.
-        rows: the units, one row each.
+        rows: the units, one row each; the search decides on their options.
         own_windows: for each row, the windows that belong to its calls.
         phases: for each row, the phases of these windows.
         num_alive: for each window and row, how many calls of the row backward still needs, besides the window's own.

@@ -65,17 +65,9 @@ def plan_with_chunks(
 ) -> Planned:
     """Record and plan with a given number of loss chunks, or the number that gives the least predicted step time.
 
-    Args:
-        record: records the step with a number of chunks.
-        budget: bytes, or text; "60%" is relative to the step recorded first, which with "auto" is the model's own.
-        loss_chunks: a number, or "auto" to try 1, 4, 16 and 64 and take the smallest of those that are equally fast.
-        host_budget: host memory for offloaded values; see `plan`.
-        engine: what units may run on; see `plan`.
-
-    Raises:
-        BudgetTooSmallError: no plan fits with any number; carries the lowest peak of all.
-        ChunkedLossError, RecordError, QuantityError: as `record` and `plan`. With "auto", a model whose loss cannot be
-            chunked is planned without chunks; if nothing fits, BudgetTooSmallError has ChunkedLossError as its cause.
+    A budget like "60%" is relative to the step recorded first. "auto" tries `COUNTS`, beginning with the model's own loss, and
+    takes the smallest number of those that are equally fast. A model whose loss cannot be chunked is then planned without
+    chunks; if nothing fits, BudgetTooSmallError has ChunkedLossError as its cause. It carries the lowest peak of all numbers.
     """
     counts = COUNTS if loss_chunks == "auto" else (loss_chunks,)
     profile = record(counts[0])
@@ -117,8 +109,7 @@ def plan_with_chunks(
 def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) -> _Step:
     """Plan a step of several devices with the smallest number of loss chunks that is as fast as larger numbers.
 
-    Raises:
-        BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.
+    If no plan fits with any number, the error has the lowest peak of all.
     """
     best: _Step | None = None
     failure: BudgetTooSmallError | None = None

@@ -52,9 +52,7 @@ class OptionTable:
     """One row of options for each unit of a profile.
 
     Args:
-        profile: the recorded step.
         dropped_outputs: paths of the units whose output is dropped too.
-        options_of: returns the options of one unit, from the leanest to the fattest.
         free_outputs: paths of the units that may keep or drop their output.
     """
 
@@ -88,11 +86,7 @@ class OptionTable:
         return [row.options[column] for row, column in zip(self.rows, choice, strict=True)]
 
     def choice_of(self, options: Sequence[Option]) -> Choice:
-        """Return the choice of options that store the same.
-
-        Raises:
-            ValueError: a row has no such option.
-        """
+        """Return the choice of options that store the same."""
         return tuple(
             [known.key for known in row.options].index(option.key)
             for row, option in zip(self.rows, options, strict=True)

@@ -52,7 +52,6 @@ def _following(profile: Profile) -> dict[str, str]:
 
 
 def longest_chain(profile: Profile) -> int:
-    """Return the number of layers in the longest chain; 0 if there is none."""
     return max((len(chain) for chain in chains(profile)), default=0)
 
 
@@ -96,8 +95,6 @@ def folded_outputs(
 
     Segments are cut from the first layer on, each as long as a limit on kept outputs plus workspace allows; the limit
     is the least one that drops enough outputs.
-
-    Complexity: about 60 passes over the calls.
     """
     outputs_bytes = (
         sum(value.nbytes for _, value in profile.graph_of(call).made if value.is_output)
@@ -170,12 +167,7 @@ def keeping_outputs(profile: Profile) -> Profile:
 
 
 def number_between(numbers: Sequence[int], best: int) -> int | None:
-    """Return the midpoint of the best number and its farther neighbor, or None if they are adjacent.
-
-    Example:
-        >>> number_between([1, 2, 4, 8], 4)
-        6
-    """
+    """Return the midpoint of the best number and its farther neighbor, or None if they are adjacent."""
     after = min((n for n in numbers if n > best), default=best)
     before = max((n for n in (0, *numbers) if n < best), default=best)
     other = after if after - best >= best - before else before

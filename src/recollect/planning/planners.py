@@ -107,16 +107,6 @@ def plan(
 def planner_for(
     profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE, engine: Engine = "tape"
 ) -> Planner:
-    """Return a planner of one profile for any number of budgets.
-
-    Raises:
-        ArgumentError, PlanError, ProfileFormatError, QuantityError: as `plan`.
-
-    Example:
-        >>> from recollect.profile.events import StepLog
-        >>> planner_for(Profile((), (), StepLog(), step_s=0.0)).plan("1GiB").predicted_peak_bytes
-        0
-    """
     host_bytes = parse_bytes(host_budget)
     if host_bytes:
         make = ClockedOffloadPlanner if has_two_clocks(profile) else OffloadPlanner
@@ -148,12 +138,7 @@ class OffloadPlanner(Planner):
 
     Args:
         profile: the step, on the clock whose seconds count.
-        host_bytes: the host's memory.
-        link_share: the part of the link's rate to plan for.
         recorded: the step as recorded, which says when things happen, if it has two clocks: no bound is known then.
-
-    Raises:
-        PlanError: the profile does not know the link; or the share is not above 0 and at most 1.
     """
 
     def __init__(
@@ -188,7 +173,6 @@ class OffloadPlanner(Planner):
         return host_bound(self.profile, self._link, self._host_bytes)
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
-        """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls or self._recorded is not None:
             return None
         return self._least_s(budget_bytes) / self.profile.step_s
@@ -197,11 +181,7 @@ class OffloadPlanner(Planner):
         return self._host_bound.added_s(budget_bytes) if self._recorded is None else 0.0
 
     def plan(self, budget: int | str) -> Plan:
-        """Return the fastest plan found for a budget.
-
-        Raises:
-            BudgetTooSmallError, QuantityError: as `recollect.plan`; the least peak is that without host memory.
-        """
+        """Return the fastest plan found; if none fits, the error's least peak is that without host memory."""
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self.plain_peak_bytes, device_bytes=device_bytes)
         without: Plan | None = None

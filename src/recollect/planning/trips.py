@@ -71,12 +71,8 @@ class TripPlanner:
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
         """Return the plan with trips for some values, and the seconds that it waits for copies.
 
-        Values without time for a trip are kept.
-
-        Args:
-            names: some of `self.names`.
-            haste: plan edges as if the link were this many times as fast: values leave earlier and come back later, and
-                the step waits for copies.
+        Values without time for a trip are kept. With more haste, edges are planned as if the link were so many times as fast:
+        values leave earlier and come back later, and the step waits for copies.
         """
         out, back, latency_s = self._link
         link = Link(out * haste, back * haste, latency_s / haste)
