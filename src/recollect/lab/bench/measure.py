@@ -146,10 +146,6 @@ def measure(
     """Measure settings; running out of memory is a result, and the remaining settings continue.
 
     Return a row for each setting, the name of the setting that slowdowns refer to, and the number of rounds.
-
-    Raises:
-        BenchError: recording, which recomputes everything it can, ran out of memory.
-        RecollectError: a setting clashes with itself or with the model.
     """
     report("recording")
     try:

@@ -93,7 +93,6 @@ class BenchResults:
     versions: Mapping[str, Any]
     """Versions of torch, recollect and Python; results of different versions are comparable."""
     rounds: int
-    """Rounds that each median covers."""
     reference: str
     """Name of the setting that slowdowns refer to."""
     rows: tuple[Row, ...]

@@ -21,16 +21,6 @@ class TransformerConfig:
 
     The defaults are GPT's: LayerNorm, GELU, learned positions, biases and dropout. `recollect.lab.models.sizes` has the
     published models by name.
-
-    Raises:
-        ValueError: a field is out of range, or fields clash; the message names them.
-
-    Example:
-        >>> config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256)
-        >>> config.ffn_hidden_size, config.kv_channels, config.num_query_groups
-        (256, 16, 4)
-        >>> config.num_parameters
-        263936
     """
 
     num_layers: int

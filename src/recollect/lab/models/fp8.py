@@ -75,10 +75,6 @@ class Fp8Product(nn.Module):
         """Map [N, I] to [N, O], by a weight [O, I], or [E, O, I] for experts; in any dtype.
 
         For experts, `expert_N` has that of each row, sorted, and `ends_E` where the rows of each end, multiples of `multiple`.
-
-        Raises:
-            DataError: tokens or channels are not a multiple of the recipe's block size.
-            HardwareError: the device has no kernel for the recipe.
         """
         sizes = {"tokens": len(x_NI), "input channels": weight.shape[-1], "output channels": weight.shape[-2]}
         for name, size in sizes.items():

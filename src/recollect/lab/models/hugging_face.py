@@ -30,12 +30,7 @@ _SINGLE = "model.safetensors"
 
 
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
-    """Read the `config.json` of a checkpoint: its `model_type`, and our configuration.
-
-    Raises:
-        CheckpointError: the file is missing or not JSON.
-        UnsupportedModelError: an unknown architecture, or a field for something that our models do not support.
-    """
+    """Read the `config.json` of a checkpoint: its `model_type`, and our configuration."""
     path = Path(folder) if Path(folder).suffix == ".json" else Path(folder) / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

@@ -51,9 +51,6 @@ class GPTModelProvider(SimpleNamespace):
     they fit together. Unknown fields raise, where Megatron-Bridge would silently ignore a misspelt one. Subclasses set defaults
     as class attributes.
 
-    Raises:
-        AttributeError: an unknown field.
-
     Example:
         >>> import torch
         >>> provider = GPTModelProvider(
@@ -118,13 +115,7 @@ class GPTModelProvider(SimpleNamespace):
         return TrainingSetting(**self._values(TrainingSetting))
 
     def finalize(self) -> None:
-        """Check all fields together; they may still be changed afterwards, and are then checked again.
-
-        Raises:
-            ConfigError: fields clash, or a required dimension is not set.
-            ValueError: dimensions clash.
-            NotYetError: a field asks for something recollect cannot do yet.
-        """
+        """Check all fields together; they may still be changed afterwards, and are then checked again."""
         config = self.transformer_config()
         if config.position_embedding_type == "learned_absolute" and self.seq_length > config.max_position_embeddings:
             raise ConfigError(

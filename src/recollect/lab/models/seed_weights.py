@@ -29,9 +29,8 @@ class _Law:
     shape: torch.Size
     """Of the whole."""
     mean: float
-    """Of new weights."""
     std: float
-    """Their standard deviation; 0: all are the mean."""
+    """Standard deviation of new weights; 0: all are the mean."""
     first: int
     """Number of the first block."""
 

@@ -33,7 +33,6 @@ class RankUse:
     compute_s: float
     """Seconds of forward and backward."""
     recompute_s: float
-    """Seconds that its plans add."""
     communication_s: Mapping[str, float]
     """Collectives by axis; those for "data" parallelism overlap with computation."""
     waiting_s: float
@@ -132,12 +131,7 @@ class ClusterPlan:
 
 
 def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
-    """Record the stages of a step on fake tensors, and choose a plan for each under one budget a device.
-
-    Raises:
-        BudgetTooSmallError: the leanest plans of a rank need more.
-        QuantityError: the budget is not an amount.
-    """
+    """Record the stages of a step on fake tensors, and choose a plan for each under one budget a device."""
     split = None
     if chooses_split:
         split = choose_split(step, budget)
@@ -184,8 +178,6 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
     """Return the layers per stage that give the shortest step found within the budget.
 
     Single layers are recorded, the first with the embedding and the last with norm, LM head and loss.
-
-    Complexity: see `split_pipeline`.
     """
     layout, num_layers = step.layout, step.config.num_layers
     layout.check_only_split("auto", others=("pipeline_split",))
@@ -214,7 +206,6 @@ def with_split(step: ClusterStep, sizes: Sequence[int]) -> ClusterStep:
 
 
 def plan_cluster_with_chunks(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
-    """Plan a step with the smallest number of loss chunks that is as fast as larger numbers; see `fewest_chunks`."""
     return fewest_chunks(
         lambda count, amount: plan_cluster(replace(step, loss_chunks=count), amount, chooses_split=chooses_split),
         budget,

@@ -107,16 +107,7 @@ class RecordedStages:
 
 
 def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> RecordedStages:
-    """Record the stages of a step on fake tensors, as ranks of a process group without the others.
-
-    Raises:
-        ConfigError: the model cannot be spread like this, or a step has no micro-batch.
-        NotYetError: a part of the model that cannot be spread yet.
-        RecordError: this process is part of a real process group.
-
-    Warns:
-        ConfigWarning: tensor parallelism over several nodes.
-    """
+    """Record the stages of a step on fake tensors, as ranks of a process group without the others."""
     if step.num_micro_batches < 1:
         raise ConfigError(
             settings={"num_micro_batches": step.num_micro_batches},

@@ -30,9 +30,6 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
     batch, of whole sequences. Its output has the logits of this rank's positions, and the whole loss. Gradients are for this
     rank's positions, times the ranks: their mean over the mesh is the gradient. `data_parallel` over the mesh takes it.
 
-    Raises:
-        ConfigError: in forward, a sequence that is not a multiple of twice the ranks.
-
     Limitations: ranks draw random numbers from their own generators. On a CPU, attention needs a mask of chunk by keys.
     """
     part = SequencePart(mesh.get_group())

@@ -33,10 +33,6 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
     Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks; other gradients cover
     this rank's batch. `data_parallel` averages both.
 
-    Raises:
-        ConfigError: no experts, or not a multiple of the ranks; `mesh` is that of tensor parallelism, or part of a larger one;
-            in forward, `balanced` with real tensors.
-
     Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows.
     With tensor parallelism, all rows are exchanged once for each of its ranks.
     """

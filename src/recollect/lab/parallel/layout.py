@@ -30,10 +30,7 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout(PipelineLayout):
-    """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then context, data, pipeline.
-
-    `PipelineLayout` has the other facts about the pipeline.
-    """
+    """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then context, data, pipeline."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix."""

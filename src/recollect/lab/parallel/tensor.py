@@ -50,10 +50,6 @@ def tensor_parallel(
     the residual stream, along the sequence. With `has_whole_experts`, experts are not split: each rank sends the tokens of its
     part of a sequence to them. `expert_parallel` has to share them then, over these ranks or more.
 
-    Raises:
-        ConfigError: heads, channels, or the vocabulary are not a multiple of the ranks.
-        NotYetError: a model whose experts have biases.
-
     Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be
     the same on all of them; dropout of attention's heads, and of parts of the sequence, is then equal in each part.
     """

@@ -37,10 +37,6 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
 
     Text documents are held out by their hash, so copies of a text never land on both sides and the split is the same on every
     machine. If that leaves one side empty, the end of the stream is held out instead. Each side has at least one window.
-
-    Raises:
-        DataError: data is missing, malformed, or shorter than one sequence; the tokenizer cannot be read or has more ids than
-            `vocab_size`; indexed data comes without tokenizer and `vocab_size`; or a flag about it cannot be parsed.
     """
     if flags.data_path or flags.train_data_path:
         return _load_indexed(flags, seed, vocab_size)

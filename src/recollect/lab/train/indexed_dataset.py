@@ -37,12 +37,8 @@ class IndexedDataset:
     """The documents of a pair of files, `prefix.bin` and `prefix.idx`; opening them reads no tokens.
 
     Attributes:
-        dtype: dtype of the ids in the file.
-        lengths: ids in each sequence, int32.
-        document_indices: first sequence of each document, then the number of sequences; int64.
-
-    Raises:
-        DataError: a file is missing, truncated, of a different format or version, without ids, or does not match the other.
+        lengths: ids in each sequence.
+        document_indices: first sequence of each document, then the number of sequences.
     """
 
     def __init__(self, prefix: Path) -> None:

@@ -44,13 +44,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
     Writes config.json, metrics.jsonl, baseline.json and checkpoints/ into the run folder, also plan.json with a budget, and
     tensorboard/ on request. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
-
-    Raises:
-        DataError: training data is missing, malformed or too short.
-        CheckpointError: run folder or checkpoint cannot be used, or a different process trains in the folder.
-        QuantityError: the budget is not an amount of bytes; found before data are read and a folder is made.
-        BudgetTooSmallError: no plan fits the budget.
-        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`.
     """
     console = console or Console()
     with contextlib.ExitStack() as stack:

@@ -40,10 +40,6 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
 
     Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json: a resumed run computes the same. Without
     a budget or Megatron's settings there is no plan.
-
-    Raises:
-        PlanFormatError: plan.json or pipeline_plans.json is damaged.
-        CheckpointError: baseline.json is.
     """
     flags = session.config.step
     is_planned = flags.memory_budget is not None or flags.recompute is not None

@@ -167,11 +167,6 @@ def joined_processes(config: TrainConfig) -> Iterator[Processes]:
     """Within the block, be one of the processes of a run. Alone, nothing happens.
 
     An error in one process ends all of them, with a message that names it; see `named_errors`.
-
-    Raises:
-        ConfigError: the number of processes does not fit the layout, or two of them have different settings.
-        HardwareError: fewer devices than processes.
-        RecordError: a different process failed or ended.
     """
     if num_processes() == 1:
         config.parallel.layout_of(1)

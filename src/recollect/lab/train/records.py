@@ -61,7 +61,6 @@ class Outcome:
     """Steps of this process, oldest first; none if a finished run was resumed."""
     baseline: Baseline
     budget_bytes: int | None
-    """Bound on the step's peak; None without a budget."""
     predicted_peak_bytes: int | None
     predicted_slowdown: float | None
     """Added time of the plan as a fraction of the step without recompute; None without a budget."""
@@ -201,7 +200,6 @@ class PlainDisplay(Log):
         print_line(self._console, text)
 
     def write(self, record: StepRecord) -> None:
-        """Print the step if it is due, the last one, or has a validation loss or a peak."""
         is_rare = record.validation_loss is not None or record.peak_bytes is not None
         if is_rare or record.step % self._every == 0 or record.step == self._total_steps:
             self.note(f"step {record.step}/{self._total_steps}  {describe(record, self._budget_bytes)}")

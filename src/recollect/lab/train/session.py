@@ -103,12 +103,7 @@ class Session:
 
 
 def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Session:
-    """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
-
-    Raises:
-        CheckpointError: the run folder already holds a run (without resume), holds none (with resume), or cannot be written,
-            or its newest checkpoint is damaged or has a different configuration.
-    """
+    """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step."""
 
     def read() -> tuple[Path, Path | None, Corpus, TransformerConfig]:
         folder, newest = _find_start(config)

@@ -126,13 +126,7 @@ Windows: TypeAlias = TokenWindows | PackedDocuments | BlendedWindows
 
 
 def batch_at(position: int, windows: Windows, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of tokens and labels, each int64 [batch_size, seq_length]; labels are the tokens shifted by one.
-
-    Example:
-        >>> windows = TokenWindows(np.arange(9, dtype=np.uint16), seq_length=4, seed=None)
-        >>> batch_at(1, windows, batch_size=1)
-        (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
-    """
+    """Return a batch of tokens and labels, each int64 [batch_size, seq_length]; labels are the tokens shifted by one."""
     first = position * batch_size
     rows = np.stack([windows.window(first + row) for row in range(batch_size)]).astype(np.int64)
     both = torch.from_numpy(rows)
