@@ -109,13 +109,10 @@ class Calibration:
     """A fitted device and its measurements."""
 
     hardware: Hardware
-    """The device."""
     ops: tuple[MeasuredOp, ...]
-    """The measured ops."""
     rounds: int
     """Runs of each op; its time is their median."""
     elapsed_s: float
-    """Seconds of measurement and fit."""
 
     def ratios(self, kind: str | None = None) -> list[float]:
         """Return modelled over measured time of the ops of a kind, or of all."""
@@ -125,18 +122,8 @@ class Calibration:
 def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bool = False) -> Calibration:
     """Measure a device and fit the cost model to it.
 
-    Args:
-        device: "cpu", with the number of threads that PyTorch is set to, or a CUDA device.
-        seconds_to_spend: about how long the measurement may take; each op runs at least three times.
-        quick: smaller tensors, three runs: seconds instead of a minute, but rates far from the device's best.
-
-    Raises:
-        HardwareError: an unsupported type of device, or a missing one; no room for a temporary file (see `measure_host_link`).
-
-    Example:
-        >>> import torch
-        >>> calibrate(torch.device("cpu"), quick=True).hardware.device
-        'cpu'
+    The CPU runs with the number of threads that PyTorch is set to. Each op runs at least three times, however few seconds are
+    to be spent. `quick` takes smaller tensors, for seconds instead of a minute, but rates far from the device's best.
     """
     if device.type not in ("cpu", "cuda"):
         raise HardwareError(f"device: got {str(device)!r}, expected cpu or cuda; others are not measured.")
@@ -190,12 +177,9 @@ def _blank(device: torch.device) -> Hardware:
 
 
 def fit(start: Hardware, ops: Sequence[MeasuredOp], known: Hardware | None) -> Hardware:
-    """Return the hardware that fits the measurements.
+    """Return the hardware that fits the measurements, of ops of every kind and matrix products of each dtype in `start.rates`.
 
-    Args:
-        start: the device, with a rate for each dtype to fit.
-        ops: ops of every kind with their times; matrix products of each dtype.
-        known: the device's entry in the table, if any; efficiencies are then fractions of its peaks.
+    If the device is `known` in the table, efficiencies are fractions of its peaks.
     """
     simple = [op for op in ops if not op.work.flops]
     fitted = _least_errors(simple, _memory_ranges(simple), partial(_with_memory, start))

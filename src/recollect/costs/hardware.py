@@ -79,16 +79,7 @@ class ArithmeticRate:
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """How fast copies between a device and the memory of its host are.
-
-    Raises:
-        ValueError: a rate that is not finite or not positive, a latency that is not finite or negative.
-
-    Example:
-        >>> link = HostLink(to_host_bytes_per_s=25e9, from_host_bytes_per_s=25e9, latency_s=1e-5)
-        >>> link.profile_fields()["host_latency_s"]
-        1e-05
-    """
+    """How fast copies between a device and the memory of its host are."""
 
     to_host_bytes_per_s: float
     """Rate of large copies out of the device."""
@@ -112,31 +103,13 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One GPU, or one CPU with some number of threads.
-
-    Raises:
-        ValueError: a number that is not finite or not positive, an efficiency above 1, a duplicate dtype or kind, no
-            rate for "fp32".
-
-    Example:
-        >>> hardware = Hardware(
-        ...     name="my card",
-        ...     device="cuda",
-        ...     memory_bytes=16 * 2**30,
-        ...     bandwidth_bytes_per_s=500e9,
-        ...     launch_s=5e-6,
-        ...     rates=(ArithmeticRate("fp32", 20e12),),
-        ... )
-        >>> Hardware.from_json(hardware.to_json()) == hardware
-        True
-    """
+    """One GPU, or one CPU with some number of threads."""
 
     name: str
     """Such as "NVIDIA H100 SXM"."""
     device: str
     """Its torch device type, "cuda" or "cpu"."""
     memory_bytes: int
-    """Size of its memory."""
     bandwidth_bytes_per_s: float
     """Peak rate of reads and writes of that memory."""
     launch_s: float
@@ -176,11 +149,7 @@ class Hardware:
             raise ValueError(f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without their own rate")
 
     def rate(self, dtype: str) -> ArithmeticRate:
-        """Return the rate of a dtype; the "fp32" rate if the device has none for it.
-
-        Raises:
-            HardwareError: an 8-bit dtype, for which there is no fallback.
-        """
+        """Return the rate of a dtype; the "fp32" rate if the device has none for it, which is an error for 8-bit dtypes."""
         by_dtype = {rate.dtype: rate for rate in self.rates}
         if dtype in EIGHT_BITS and dtype not in by_dtype:
             raise HardwareError(
@@ -190,7 +159,6 @@ class Hardware:
         return by_dtype.get(dtype, by_dtype[_BASE_DTYPE])
 
     def to_json(self) -> str:
-        """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         document["rates"] = {rate.pop("dtype"): rate for rate in document["rates"]}
         document = {key: value for key, value in document.items() if value is not None}
@@ -198,22 +166,13 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """Read JSON written by `to_json` or `recollect calibrate`; numbers may be edited by hand.
-
-        Raises:
-            HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
-        """
+        """Read JSON written by `to_json` or `recollect calibrate`; numbers may be edited by hand."""
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError, needs_all_keys=True)
         rates = root.get("rates").members().items()
         return root.record(cls, rates=tuple(rate.record(ArithmeticRate, dtype=dtype) for dtype, rate in rates))
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
-        """Read a file that `recollect calibrate` wrote.
-
-        Raises:
-            HardwareError: the file cannot be read, or does not hold hardware; names the file.
-        """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:

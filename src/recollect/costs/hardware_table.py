@@ -119,14 +119,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware_of_device(device_name: str) -> Hardware | None:
-    """Return the table's entry for a device, by its `torch.cuda.get_device_name()`; None if there is none.
-
-    Example:
-        >>> hardware_of_device("NVIDIA A100-SXM4-80GB").name
-        'NVIDIA A100 80GB SXM'
-        >>> hardware_of_device("NVIDIA GeForce RTX 4090 Laptop GPU") is None
-        True
-    """
+    """Return the table's entry for a device, by its `torch.cuda.get_device_name()`; None if there is none."""
     short = re.sub(r"^(NVIDIA|AMD|Tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
     names = (name for name, row in GPUS.items() if re.fullmatch(row["reported_as"], short, flags=re.IGNORECASE))
     return HARDWARE.get(next(names, ""))
@@ -144,16 +137,8 @@ def processor_model() -> str:
 def find_hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
     """Return the device that a user names.
 
-    Args:
-        which: a name in the table, in any case and with or without spaces; a device's own name; the path of a JSON file
-            that `recollect calibrate` wrote; or a `Hardware`.
-
-    Raises:
-        HardwareError: an unknown name (lists the known ones); an unreadable or malformed file.
-
-    Example:
-        >>> find_hardware("rtx4090").name
-        'NVIDIA GeForce RTX 4090'
+    It is a name in the table, in any case and with or without spaces; a device's own name; the path of a JSON file that
+    `recollect calibrate` wrote; or a `Hardware`.
     """
     if isinstance(which, Hardware):
         return which
@@ -174,15 +159,7 @@ def find_hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
 
 
 def choose_hardware(which: str | os.PathLike[str] | Hardware | None, *, own_device: str) -> Hardware:
-    """Return the device that times are modelled for.
-
-    Args:
-        which: the user's choice, as for `find_hardware`; None for no choice.
-        own_device: name of this machine's GPU, the default if it is in the table; empty if there is none.
-
-    Raises:
-        HardwareError: as `find_hardware`.
-    """
+    """Return the device that times are modelled for: the user's choice, else this machine's GPU if it is in the table."""
     if which is not None:
         return find_hardware(which)
     return (hardware_of_device(own_device) if own_device else None) or HARDWARE["H100"]

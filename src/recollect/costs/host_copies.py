@@ -46,20 +46,9 @@ class Copies(NamedTuple):
 
 
 def measure_host_link(device: torch.device) -> HostLink:
-    """Measure copies of a device to and from the memory of its host.
+    """Measure copies between a CPU, or an accelerator with streams, and the memory of its host.
 
     Takes less than a second, and 128 MiB of each memory; on the CPU also of the folder for temporary files.
-
-    Args:
-        device: "cpu", or an accelerator with streams, such as "cuda".
-
-    Raises:
-        HardwareError: an unsupported type of device, or a missing one; on the CPU, no room for the file.
-
-    Example:
-        >>> import torch
-        >>> measure_host_link(torch.device("cpu")).to_host_bytes_per_s > 1e6
-        True
     """
     return reached(*(_cpu_copies() if device.type == "cpu" else _device_copies(device)))
 
@@ -158,18 +147,13 @@ def _between(begin: Any, ends: Sequence[Any]) -> Copies:
 
 
 def with_host_link(profile: Profile, device: torch.device) -> Profile:
-    """Return the profile with the rates of the device's link, which is measured once in a process.
-
-    Raises:
-        HardwareError: the device cannot copy, or lacks room for a trial.
-    """
+    """Return the profile with the rates of the device's link, which is measured once in a process."""
     measured: dict[str, Any] = host_link(device).profile_fields()
     return replace(profile, **measured)
 
 
 @cache
 def host_link(device: torch.device) -> HostLink:
-    """Return this process's cached result of `measure_host_link` for a device."""
     return measure_host_link(device)
 
 

@@ -47,26 +47,14 @@ LINKS: dict[str, Link] = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal devices; ranks are dealt out node by node.
-
-    Example:
-        >>> from recollect.costs.hardware_table import find_hardware
-        >>> h100s = cluster_of(find_hardware("H100"))
-        >>> h100s.link_of((0, 7)).name, h100s.link_of((0, 8)).name
-        ('NVLink 4', 'InfiniBand NDR')
-        >>> eight, one = range(16), range(0, 128, 8)  # devices of each node in the group
-        >>> [f"{1e3 * h100s.collective_s('all_gather', 2**30, ranks):.2f} ms" for ranks in (range(8), eight, one)]
-        ['2.57 ms', '3.22 ms', '25.38 ms']
-    """
+    """Nodes of equal devices; ranks are dealt out node by node."""
 
     hardware: Hardware
-    """Each device."""
     within: Link
     """The link between devices of one node."""
     between: Link
     """The link between nodes, with each device's share of it while all use it."""
     devices_per_node: int
-    """Devices in one node."""
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         nodes = {rank // self.devices_per_node for rank in ranks}
@@ -110,21 +98,7 @@ def cluster_of(
 ) -> Cluster:
     """Return a cluster of a device, with its usual links where none are given.
 
-    Args:
-        hardware: each device.
-        within: the link between devices of a node: a name in `LINKS`, in any case.
-        between: the link between nodes, likewise.
-        devices_per_node: devices in one node; default: 8.
-        adapters_per_node: network adapters of a node, which its devices share; default: one for each.
-
-    Raises:
-        HardwareError: an unknown link; or a device whose links are not known, and not given.
-        ConfigError: no devices or adapters in a node.
-
-    Example:
-        >>> from recollect.costs.hardware_table import find_hardware
-        >>> cluster_of(find_hardware("A100"), within="pcie 4", devices_per_node=4).within.name
-        'PCIe 4'
+    Links are names in `LINKS`, in any case. The devices of a node share its network adapters; by default each has one.
     """
     count = 8 if devices_per_node is None else devices_per_node
     adapters = count if adapters_per_node is None else adapters_per_node

@@ -70,14 +70,12 @@ class Traffic:
     nbytes: int = 0
     """Bytes of the whole tensors that they gather, reduce or exchange."""
     time_s: float = 0.0
-    """Seconds that they take."""
 
 
 class ModelledCosts:
     """Runs ops on fake tensors and models their times on some hardware.
 
     Args:
-        hardware: one device.
         cluster: how devices are connected, for the times of collectives; None: they take as long as their copies.
         hidden: groups of ranks whose collectives run in parallel with the computation, and add nothing to the step.
 

@@ -44,14 +44,6 @@ FREE = Work("copy", 0.0, 0.0, launches=0)
 
 
 def seconds(work: Work, hardware: Hardware) -> float:
-    """Return the modelled time of an op, in seconds.
-
-    Example:
-        >>> from recollect.costs.hardware_table import find_hardware
-        >>> big = Work("matmul", 3 * 2 * 8192**2, 8192**2, dtype="bf16", flops=2 * 8192**3, outputs=8192**2)
-        >>> f"{seconds(big, find_hardware('H100')) * 1e3:.1f} ms"
-        '1.4 ms'
-    """
     cached_bytes = min(work.traffic_bytes, hardware.cache_bytes)
     limits_s = [(work.traffic_bytes - cached_bytes) / (hardware.bandwidth_bytes_per_s * hardware.traffic_efficiency)]
     if cached_bytes:
