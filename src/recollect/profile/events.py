@@ -65,18 +65,9 @@ PHASE_NAMES: Final = ("forward", "backward", "optimizer step")
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """The memory events of a step.
-
-    Raises:
-        ValueError: an item that is not an int.
-
-    Example:
-        >>> list(StepLog(((ALLOC, 0, 512), (FREE, 0))).operands(FREE))
-        [(0,)]
-    """
+    """The memory events of a step."""
 
     events: tuple[Event, ...] = ()
-    """In order."""
 
     def __post_init__(self) -> None:
         for position, event in enumerate(self.events):
@@ -87,14 +78,7 @@ class StepLog:
         return (event[1:] for event in self.events if event[0] == code)
 
     def play(self, handlers: Mapping[int, Callable[..., object]]) -> Iterator[Event]:
-        """Call the handler of each event with the event's operands, then yield the event; codes without one are only yielded.
-
-        Example:
-            >>> sizes = {}
-            >>> log = StepLog(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 0)))
-            >>> [sum(sizes.values()) for _ in log.play({ALLOC: sizes.__setitem__, FREE: sizes.pop})]
-            [512, 576, 64]
-        """
+        """Call the handler of each event with its operands, then yield the event; codes without one are only yielded."""
         for event in self.events:
             handler = handlers.get(event[0])
             if handler is not None:
@@ -103,11 +87,7 @@ class StepLog:
 
 
 def check_log(log: StepLog, graphs: Sequence[UnitGraph]) -> None:
-    """Check that every event is known, has no negative bytes, and refers to existing items.
-
-    Raises:
-        ValueError: names the event and the problem.
-    """
+    """Check that every event is known, has no negative bytes, and refers to existing items."""
     checker = _Checker(graphs)
     for position, event in enumerate(log.events):
         if problem := checker.problem_of(event):

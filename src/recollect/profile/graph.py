@@ -76,20 +76,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True)
 class UnitGraph:
-    """The values and ops of one unit, ops in the order in which forward ran them.
-
-    Raises:
-        ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
-            later, two produced values with one name, a negative size, or a time that is negative or not finite.
-
-    Example:
-        >>> x = ValueRecord("input", 4096, producer=None)
-        >>> h = ValueRecord("up.mm", 16384, producer=0, saved=True)
-        >>> y = ValueRecord("down.mm", 4096, producer=1, is_output=True)
-        >>> graph = UnitGraph((x, h, y), (OpRecord("up.mm", (0,), (1,), 1e-4), OpRecord("down.mm", (1,), (2,), 1e-4)))
-        >>> graph.saved_bytes
-        16384
-    """
+    """The values and ops of one unit, ops in the order in which forward ran them."""
 
     values: tuple[ValueRecord, ...]
     ops: tuple[OpRecord, ...]
@@ -221,11 +208,7 @@ class UnitGraph:
 
 @dataclass(frozen=True, slots=True)
 class UnitCall:
-    """One run of a unit in the step.
-
-    Raises:
-        ValueError: fewer than one run.
-    """
+    """One run of a unit in the step."""
 
     path: str
     """Module path of the unit; calls with one path (a shared module) share a decision."""

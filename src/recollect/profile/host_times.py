@@ -12,15 +12,7 @@ LARGE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of host time around the ops of a unit, on one machine.
-
-    Raises:
-        ValueError: a number that is negative or not finite.
-
-    Example:
-        >>> HostTimes(unit_s=2e-4, module_s=5e-5, seen_op_s=2e-5, again_op_s=8e-6).tape_s(num_modules=4)
-        0.0004
-    """
+    """Seconds of host time around the ops of a unit, on one machine."""
 
     forward_op_s: float = 0.0
     backward_op_s: float = 0.0

@@ -37,11 +37,7 @@ class JointOp:
 
 @dataclass(frozen=True, slots=True)
 class JointRecord:
-    """A traced unit: the ops that eager mode runs in forward and in backward, in order.
-
-    Raises:
-        ValueError: a tensor or memory number that does not exist.
-    """
+    """A traced unit: the ops that eager mode runs in forward and in backward, in order."""
 
     storages: tuple[int, ...]
     """Bytes of each piece of memory."""

@@ -290,12 +290,6 @@ def block_bytes(nbytes: int, device: str) -> int:
     """Return the bytes that an allocation takes on a device: on CUDA whole blocks, as the caching allocator makes them first.
 
     With `expandable_segments:True` blocks of 10 MiB or more take up to 1 MiB less.
-
-    Example:
-        >>> block_bytes(5, "cuda:0"), block_bytes(5, "cpu")
-        (512, 5)
-        >>> block_bytes(15 * 2**20, "cuda") // 2**20
-        16
     """
     if not device.startswith("cuda"):
         return nbytes

@@ -27,8 +27,6 @@ def fold(profile: Profile) -> Profile:
 
     The peak, recompute time and slowdown of every plan stay as they are; `step_s` covers the whole step. Calls are
     renumbered.
-
-    Complexity: a few passes over the events.
     """
     found = StepReader(profile).read()
     runs = _runs(found)

@@ -36,10 +36,7 @@ class Stretch:
 
 
 class StepReader:
-    """Follows a step, with names for calls and storages that do not depend on their place in the step.
-
-    Complexity: one pass over the events.
-    """
+    """Follows a step, with names for calls and storages that do not depend on their place in the step."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile

@@ -11,9 +11,6 @@ class VariantRecord:
 
     Measured, or estimated, between a source and a sink: the unit's inputs exist before, and the gradient of its
     output comes from outside.
-
-    Raises:
-        ValueError: a negative number of bytes, or seconds that are negative or not finite.
     """
 
     kept: tuple[int, ...]
