@@ -56,12 +56,8 @@ class Lockstep:
     ) -> tuple[list[PlannedStep], bool]:
         """Exchange the facts about a call in all processes; use only this one's if they have agreed not to ask in this step.
 
-        Returns:
-            Steps that cover the calls so far, the least recompute first; and whether a step of some process was not
-            covered, and has to be recorded.
-
-        Raises:
-            RecordError: a process may have fewer batches than others, or calls the model less often.
+        Return the steps that cover the calls so far, the least recompute first; and whether a step of some process was not
+        covered, and has to be recorded.
         """
         if is_first and any(map(allows_uneven_inputs, self._replicas)):
             raise RecordError(
@@ -85,11 +81,7 @@ class Lockstep:
         return steps, not none_missed
 
     def at_recorded_call(self) -> None:
-        """Check that all call the model once more in the step that they record; one in which a call raised begins it again.
-
-        Raises:
-            RecordError: one does.
-        """
+        """Check that all call the model once more in the step that they record; one in which a call raised begins it again."""
         with disable_torch_dispatch():  # It is not part of the step.
             self.ranks.all_of([], Place.LATER_CALL)
 

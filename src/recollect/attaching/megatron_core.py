@@ -19,14 +19,7 @@ _GRAPHS: dict[str, Any] = {"enable_cuda_graph": False, "external_cuda_graph": Fa
 
 
 def models_inside(model: Any) -> Any:
-    """Return Megatron's models without its wrappers, which hide module attributes; a single one as itself; others unchanged.
-
-    Raises:
-        AlreadyAppliedError: one recomputes or offloads by its own settings.
-        ConfigError: one runs in CUDA graphs.
-        RecordError: some virtual stages, or in a different order; or one is wrapped by PyTorch's DistributedDataParallel.
-        UnsupportedModelError: one is wrapped by Megatron-FSDP.
-    """
+    """Return Megatron's models without its wrappers, which hide module attributes; a single one as itself; others unchanged."""
     chunks = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
     inside = [_unwrapped(chunk) for chunk in chunks]
     own = [chunk for chunk in inside if _is_megatrons(chunk)]

@@ -267,11 +267,6 @@ class Placement:
         self._applied: Applied | None = None
 
     def begin(self, unit_paths: Sequence[str]) -> None:
-        """Watch these units, where nothing is in place.
-
-        Raises:
-            AlreadyAppliedError: the model recomputes already.
-        """
         apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to check whether this is possible.
         self.unit_paths = list(unit_paths)
         self.units = UnitWatch(self.model, unit_paths, self._watcher)

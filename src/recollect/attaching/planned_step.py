@@ -51,11 +51,8 @@ class PlannedStep:
     calls: list[Call]
     """Of the model, in order: those of the step."""
     profile: Profile
-    """The recorded step."""
     plan: Plan
-    """The plan made for it."""
     budget_bytes: int
-    """The budget that it should fit into."""
     plain_peak_bytes: int
     """Predicted peak without recompute."""
     full_slowdown: float
@@ -65,7 +62,6 @@ class PlannedStep:
     worst_slowdown: float
     """Predicted slowdown under the plan in the process where it is largest."""
     courses: list[Course] = field(default_factory=list)
-    """The course of each call."""
     spare: list[Mapping[str, int]] = field(default_factory=list)
     """For each call, further runs of units for which memory is reserved; they run at their leanest."""
     more_bytes: int = 0

@@ -62,11 +62,7 @@ class StepEnd:
         return was_lost
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer stepped.
-
-        Raises:
-            RecordError: it stepped again and again while a different one never did.
-        """
+        """Note that an optimizer stepped; raise if it did so again and again while a different one never did."""
         key, self.stepped = id(optimizer), type(optimizer).__name__
         self._stepped[key] = self._stepped.get(key, 0) + 1
         self._version, self._foreign_updates = self._version_now(), 0
@@ -84,11 +80,7 @@ class StepEnd:
                 )
 
     def note_call(self) -> None:
-        """Check, before the model is called, whether something else updated the parameters.
-
-        Raises:
-            RecordError: it did so several times, and none of the given optimizers has stepped.
-        """
+        """Check, before the model is called, that nothing else has updated the parameters again and again."""
         version = self._version_now()
         if version == self._version:
             return
@@ -107,11 +99,7 @@ class StepEnd:
         self._version = self._version_now()
 
     def note_skipped(self, stepped: str, num_calls: int, *, is_planned: bool) -> str:
-        """Return the message about a recorded step in which no backward ran.
-
-        Raises:
-            RecordError: there were several, and nothing has been planned.
-        """
+        """Return the message about a recorded step without a backward; raise if there were several, and nothing is planned."""
         calls = "a call" if num_calls == 1 else f"{num_calls} calls"
         text = f"{stepped}.step() ended a step with {calls} of {self._model_class} in which no backward ran"
         self._num_skipped += not is_planned

@@ -349,9 +349,6 @@ class StepPlanner:
 
         This is the leanest plan if none fits and it is not the first. A budget in percent is of the process that
         needs the most, or of each one's own device.
-
-        Raises:
-            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
         """
         ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         held_before = profile.persistent_bytes + profile.last_step_bytes

@@ -88,13 +88,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
-    """Split the calls of a step where nothing waits for backward.
-
-    Example:
-        >>> first, second = Call("", ((4, 8),), ()), Call("", ((4, 8),), (), is_open=True)
-        >>> [len(group) for group in groups_of([first, second, first])]
-        [2, 1]
-    """
+    """Split the calls of a step where nothing waits for backward."""
     groups: list[list[Call]] = []
     for call in calls:
         if not call.is_open or not groups:
@@ -104,13 +98,7 @@ def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def covering(recorded: Sequence[Call], calls: Sequence[Call]) -> list[int]:
-    """Return the recorded calls that represent the last of these calls: the groups begin alike, and none is larger.
-
-    Example:
-        >>> recorded = [Call("", ((4, 512),), ())]
-        >>> covering(recorded, [Call("", ((4, 300),), ())]), covering(recorded, [Call("", ((4, 513),), ())])
-        ([0], [])
-    """
+    """Return the recorded calls that represent the last of these calls: the groups begin alike, and none is larger."""
     found = []
     begin, group = 0, groups_of(calls)[-1]
     # It adds to gradients; those alive when a step begins may be freed between its first forward and backward.

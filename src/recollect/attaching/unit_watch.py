@@ -52,13 +52,7 @@ class Course:
     """Whether backward built its own graph."""
 
     def is_at_least(self, other: Course) -> bool:
-        """Whether the other one does nothing that this one does not do.
-
-        Example:
-            >>> long, short = Course({"0": Runs(2, 64), "1": Runs(1, 64)}), Course({"0": Runs(1, 64)})
-            >>> long.is_at_least(short), short.is_at_least(long)
-            (True, False)
-        """
+        """Whether the other one does nothing that this one does not do."""
         return not self.lacks(other) and self.foresees_backward(other)
 
     def foresees_backward(self, other: Course) -> bool:
@@ -237,11 +231,7 @@ class UnitWatch:
         return -any(unit.left > 0 for unit in self.units)
 
     def meet_other(self, unit: WatchedUnit) -> None:
-        """Report that something other than a plan reruns a unit in backward.
-
-        Raises:
-            AlreadyAppliedError: it depends on what the unit saves, and so on the plan.
-        """
+        """Report that something other than a plan reruns a unit in backward; raise if that depends on what the unit saves."""
         function = python_backward()
         if function is None:
             by = "hooks of its own on saved tensors"
