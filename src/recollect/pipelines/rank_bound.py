@@ -132,7 +132,6 @@ class _Moments:
         return self._sum([kind.step.everything_kept() for kind in self._kinds.values()])
 
     def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
-        """Return the cheapest choice at some prices; see `CheapestStep.at`."""
         cuts = []
         for kind, counts in zip(self._kinds.values(), self._counts_of, strict=True):
             number = kind.num_micro_batches

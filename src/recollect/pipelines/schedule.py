@@ -186,17 +186,9 @@ def _chunk(number: int, rank: int, num_ranks: int, stages_per_rank: int, kind: s
 def schedule_of(schedule: Any) -> PipelineSchedule:
     """Return a schedule from any of its forms.
 
-    Args:
-        schedule: a `PipelineSchedule`; a schedule object of `torch.distributed.pipelining`; or the actions of each rank, as
-            a list or as a dict by rank, each written as torch does: "0F2" is stage 0's forward of micro-batch 2, "0B2" its
-            backward, "0I2" and "0W2" the halves of one. Empty entries and communication are skipped.
-
-    Raises:
-        ScheduleError: an action that cannot be read, or as `PipelineSchedule`.
-
-    Example:
-        >>> schedule_of([["0F0", "", "0B0"], ["", "1F0", "1B0"]]).num_stages
-        2
+    That is a `PipelineSchedule`; a schedule object of `torch.distributed.pipelining`; or the actions of each rank, as a list or
+    as a dict by rank, each written as torch does: "0F2" is stage 0's forward of micro-batch 2, "0B2" its backward, "0I2" and
+    "0W2" the halves of one. Empty entries and communication are skipped.
     """
     if isinstance(schedule, PipelineSchedule):
         return schedule
