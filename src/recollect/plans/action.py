@@ -14,10 +14,6 @@ class Action(str, Enum):
         SHARD: each rank of a group keeps a part of the value, which is the same on all of them; it is gathered when backward
             asks for it. See `recollect.distribute_saved_activations`.
         OFFLOAD: the value is copied to host memory and leaves the device; it is copied back before backward asks for it.
-
-    Example:
-        >>> Action("recompute") is Action.RECOMPUTE, Action.KEEP == "keep", str(Action.KEEP)
-        (True, True, 'keep')
     """
 
     KEEP = "keep"

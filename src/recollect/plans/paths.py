@@ -59,15 +59,7 @@ def compress_paths(paths: Sequence[str]) -> list[str]:
 
 
 def expand_paths(pattern: str) -> list[str]:
-    """Return the paths that a pattern from `compress_paths` stands for.
-
-    Raises:
-        ValueError: the pattern has more than one range, or one that does not count up or is absurdly long.
-
-    Example:
-        >>> expand_paths("layers.8-10.mlp")
-        ['layers.8.mlp', 'layers.9.mlp', 'layers.10.mlp']
-    """
+    """Return the paths that a pattern from `compress_paths` stands for."""
     parts = pattern.split(".")
     ranges = [(i, match) for i, part in enumerate(parts) if (match := _RANGE.fullmatch(part))]
     if not ranges:
@@ -97,11 +89,7 @@ def compress_classes(classes: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def expand_classes(class_names: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the classes by path that `compress_classes` made these pairs of.
-
-    Raises:
-        ValueError: as `expand_paths`; names the pattern.
-    """
+    """Return the classes by path that `compress_classes` made these pairs of."""
     found = {}
     for pattern, name in class_names:
         try:

@@ -34,11 +34,6 @@ class Trip(NamedTuple):
 
 
 def checked_trip(what: str, trip: Trip) -> Trip:
-    """Return a trip that is possible.
-
-    Raises:
-        PlanError: it is not.
-    """
     least = trip.returns + 1 if trip.leaves_in_backward else 1
     if trip.returns < 0 or trip.leaves < least:
         raise PlanError(

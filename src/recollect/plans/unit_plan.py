@@ -110,14 +110,7 @@ def _chosen(what: str, word: str, allowed: Sequence[_Word]) -> _Word:
 
 
 def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
-    """Return a text that is equal for equal unit plans, in every process: their actions, without predictions.
-
-    Example:
-        >>> digest_of({"layers.0": UnitPlan({"up.mm": "recompute"})}) == digest_of(
-        ...     {"layers.0": UnitPlan({"up.mm": "keep"})}
-        ... )
-        False
-    """
+    """Return a text that is equal for equal unit plans, in every process: their actions, without predictions."""
     rows = [
         (path, str(unit.engine), str(unit.output), sorted(_words(unit).items())) for path, unit in sorted(units.items())
     ]
@@ -131,12 +124,7 @@ def _words(unit: UnitPlan) -> dict[str, str]:
 
 
 def needs_all_ranks(units: Mapping[str, UnitPlan]) -> bool:
-    """Return whether a rank needs the others to carry a plan out: to run a collective again, or to gather a value's parts.
-
-    Example:
-        >>> needs_all_ranks({"layers.0": UnitPlan({"o._c10d_functional:all_reduce": "recompute"})})
-        True
-    """
+    """Return whether a rank needs the others to carry a plan out: to run a collective again, or to gather a value's parts."""
     return any(
         action is Action.SHARD or (action is Action.RECOMPUTE and bool(collective_kind(name)))
         for unit in units.values()
