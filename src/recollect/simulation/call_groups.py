@@ -47,8 +47,6 @@ class Division:
         present: for each value in some `made`, the positions where the model's own code starts and stops holding it;
             the second is None if it holds the value to the end.
         nbytes: the sizes of these values.
-
-    Complexity: one pass over the instructions.
     """
 
     def __init__(self, program: Program) -> None:

@@ -40,10 +40,6 @@ def has_two_clocks(profile: Profile) -> bool:
 
 
 def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
-    """Return the times of a step under a plan.
-
-    Complexity: about two simulations.
-    """
     playback = _TwoClocks(EveryEvent(profile), decisions)
     run(playback)
     playback.repeat()
@@ -62,7 +58,6 @@ def plain_step_times(profile: Profile) -> StepTimes:
 
 
 def added_s(profile: Profile, decisions: Sequence[CallActions]) -> float:
-    """Return the seconds that a plan adds to a step with two clocks."""
     return max(0.0, step_times(profile, decisions).step_s - plain_step_times(profile).step_s)
 
 

@@ -35,7 +35,6 @@ class HostRoom:
     """Host memory of offloaded values while a step is played.
 
     Attributes:
-        slots: room for each.
         num_missed: values that were asked for before they were to leave, or to come back.
         dead: those that died, and still have to end; `died` adds one.
     """
@@ -110,10 +109,7 @@ class SimulatedCopy:
 
 
 class Holes:
-    """Finds the positions in a program between which offloaded values are away.
-
-    Complexity: one pass over the instructions; then two searches for each offloaded value.
-    """
+    """Finds the positions in a program between which offloaded values are away."""
 
     def __init__(self, program: Program) -> None:
         self._profile = program.profile

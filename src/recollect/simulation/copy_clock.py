@@ -28,7 +28,6 @@ class Link(NamedTuple):
 
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float
-    """Rates in each direction."""
     latency_s: float = 0.0
     """Seconds of the smallest copy."""
 
@@ -46,14 +45,12 @@ class Course:
     edges: Sequence[Edge]
     """Of units, in order."""
     edge_s: Sequence[float]
-    """Time of each."""
     made_s: Mapping[Key, float]
     """When each value that may be offloaded has been made, in order."""
     asked: Mapping[Key, tuple[int, float]]
     """For each value that may be offloaded: the number of the last edge before something first asks for it in backward, and the
     time."""
     end_s: float
-    """When the step ends."""
 
 
 class Journey(NamedTuple):
@@ -66,10 +63,6 @@ class Journey(NamedTuple):
 
 
 def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
-    """Return when things happen under a plan.
-
-    Complexity: about two simulations.
-    """
     profile = program.profile
     playback = ClockedPlayback(program, decisions)
     recompute_s = run(playback).recompute_s

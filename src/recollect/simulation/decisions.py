@@ -22,19 +22,10 @@ class ValueActions(NamedTuple):
     """An action for each value of a unit, as one set of values for each action; values in no set are kept.
 
     Sets, because the simulator looks values up at each op and compares them for each plan.
-
-    Example:
-        >>> actions = ValueActions.of({2: Action.RECOMPUTE, 4: Action.KEEP})
-        >>> str(actions.action(2)), str(actions.action(3))
-        ('recompute', 'keep')
-        >>> actions == ValueActions.recomputing([2])
-        True
     """
 
     recomputed: frozenset[int] = frozenset()
-    """The values with `Action.RECOMPUTE`."""
     sharded: frozenset[int] = frozenset()
-    """The values with `Action.SHARD`."""
 
     @classmethod
     def of(cls, actions: Mapping[int, Action]) -> ValueActions:
@@ -67,7 +58,6 @@ class CallActions:
     values: ValueActions = KEEP_ALL
     """Actions by index in the call's graph."""
     keeps_output: bool = True
-    """Whether the call's output stays in memory."""
     is_planned: bool = True
     """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
@@ -150,11 +140,7 @@ def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
 
 
 def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
-    """Return the variant that keeps the plan's values; PyTorch's own choice if it names no value.
-
-    Raises:
-        PlanError: none was recorded.
-    """
+    """Return the variant that keeps the plan's values; PyTorch's own choice if it names no value."""
     kept = {index for index, value in graph.made if not value.is_output and unit.actions.get(value.name) == Action.KEEP}
     sets = [set(variant.kept) for variant in graph.variants]
     # PyTorch's own choice comes last: it may also save intermediate steps of a value.
@@ -188,12 +174,6 @@ def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Acti
 
 
 def decide(profile: Profile, plan: Plan) -> list[CallActions]:
-    """Return a plan's decision for each of the profile's calls.
-
-    Raises:
-        PlanError: the plan holds values as parts, and the profile does not know of ranks that hold them; or it offloads values,
-            and does not name all units.
-    """
     if profile.shard_ranks == 1:
         for path, unit in plan.units.items():
             name = next((name for name, action in unit.actions.items() if action is Action.SHARD), None)

@@ -46,7 +46,6 @@ class Lifetimes:
     """A simulated step as moments: one each time something is made or freed, or a phase begins."""
 
     simulation: Simulation
-    """What `simulate` returns."""
     storages: tuple[Lifetime, ...]
     """All storages, in the order in which they are made."""
     time_s: NDArray[np.float64]
@@ -66,10 +65,7 @@ class Lifetimes:
 
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
-    """Play a step back under a plan and record when each storage lives.
-
-    Complexity: about three times `simulate`.
-    """
+    """Play a step back under a plan and record when each storage lives; takes about three times as long as `simulate`."""
     playback = _TimedPlayback(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     simulation = run(playback)
     playback.settle()

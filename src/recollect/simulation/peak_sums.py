@@ -45,11 +45,7 @@ class Peaks:
 
 
 def checked(simulation: Simulation, peaks: Peaks) -> Simulation:
-    """Return the simulation of a plan, which runs the engine's own code on the whole step, if the sum agrees with it.
-
-    Raises:
-        RuntimeError: the sum over the units differs.
-    """
+    """Return the simulation of a plan, which runs the engine's own code on the whole step, if the sum agrees with it."""
     if (simulation.peak_bytes, simulation.recompute_s) != (peaks.peak_bytes, peaks.recompute_s):
         raise RuntimeError(
             f"a plan has a peak of {simulation.peak_bytes} bytes, where the sum over its units says "
@@ -71,7 +67,6 @@ class _Trace:
     """For each shared value by its number, the piece that releases its bytes; -1 if none does. Releases while the model's own
     code still holds the value do not matter."""
     rerun_s: tuple[float, ...]
-    """Seconds of each op that ran again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from recollect.plans.plan import Plan
 from recollect.profile.events import OPTIMIZER
@@ -40,27 +40,13 @@ class Block:
     after: Block | None = None
 
 
-_FreeBlocks: TypeAlias = list[tuple[int, int, Block]]
-"""Sizes, addresses and blocks, in this order."""
-
-
 class MemoryPool:
-    """Places blocks as the caching allocator does.
-
-    Attributes:
-        reserved_bytes: all segments so far.
-
-    Example:
-        >>> pool = MemoryPool()
-        >>> pool.give_back(pool.take(15 << 20))
-        >>> blocks = [pool.take(nbytes << 20) for nbytes in (5, 9)]  # Both have room in the segment of 16 MiB.
-        >>> pool.reserved_bytes >> 20
-        16
-    """
+    """Places blocks as the caching allocator does."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
-        self._free: dict[bool, _FreeBlocks] = {False: [], True: []}
+        # Sizes, addresses and blocks, in this order.
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {False: [], True: []}
 
     def take(self, nbytes: int) -> Block:
         """Place a block in the smallest free one that has room, or in a new segment."""
@@ -112,11 +98,6 @@ def pool_bytes(*steps: tuple[Profile, Plan]) -> int:
 
     Besides what a step makes, it holds what each leaves behind, such as gradients. Parameters, the optimizer's state and the
     batch are not in it.
-
-    Args:
-        steps: recorded steps, and plans for them.
-
-    Complexity: as `lifetimes` for each.
     """
     changes: list[tuple[Lifetime, bool]] = []
     for profile, plan in steps:
@@ -155,10 +136,6 @@ def played(events: Iterable[tuple[int, int]]) -> int:
     """Return the size of a pool after an allocator's events: the address of each block, and its bytes, negative if it is freed.
 
     Blocks from before the first event are not in the pool.
-
-    Example:
-        >>> played([(7, 15 << 20), (7, -(15 << 20)), (9, 5 << 20)]) >> 20
-        16
     """
     pool, blocks = MemoryPool(), dict[int, Block]()
     for address, nbytes in events:

@@ -20,11 +20,7 @@ _ERROR: Final = 0.15
 
 
 def predicted_plan(profile: Profile, plan: Plan) -> Plan:
-    """Return the plan with the predictions of a simulation filled in, with its waiting for copies if it says how fast they are.
-
-    Raises:
-        PlanError: as `decide`.
-    """
+    """Return the plan with a simulation's predictions filled in, with its waiting for copies if it says how fast they are."""
     decisions = decide(profile, plan)
     made = simulated_plan(profile, plan, simulate(profile, decisions))
     out, back = plan.to_host_bytes_per_s, plan.from_host_bytes_per_s

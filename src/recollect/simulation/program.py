@@ -39,20 +39,16 @@ class ProgramOp:
     """One op of a call. Values are named by the call that computed them: (call, value)."""
 
     op: OpRecord
-    """The op to run."""
     inputs: tuple[Key, ...]
-    """The values that it reads."""
     results: tuple[tuple[Key, int], ...]
     """The values that it computes, each with its bytes."""
     sizes: tuple[int, ...]
-    """The bytes of each result."""
 
 
 class Program:
     """The instructions to play back for one profile.
 
     Args:
-        profile: the recorded step.
         windows: the stretches of the step whose peaks are wanted.
         edges: the edges of the step, for plans that offload.
 

@@ -261,7 +261,6 @@ class Simulation:
     rerun_s: float
     """Seconds of it in which the tape runs ops again."""
     recomputed_ops: int
-    """Number of ops that run again."""
     peak_call: str
     """Path of the unit at the peak, or what else runs then ("the loss", "the optimizer step")."""
     peak_note: str
@@ -285,16 +284,8 @@ def simulate(
 ) -> Simulation:
     """Predict the peak and the recompute time of a step under a plan.
 
-    Args:
-        profile: the recorded step.
-        decisions: one for each of `profile.calls`, in order.
-        windows: if given, also return the peak of each; must be all of `recollect.simulation.windows.windows(profile)`.
-        program: the program of this profile and these windows, to reuse from an earlier simulation; with edges, if the
-            decisions offload anything.
-
-    Raises:
-        ValueError: the number of decisions is not the number of calls.
-        PlanError: the decisions offload values, and a backward of the step keeps its graph.
+    `windows` asks for the peak of each; they are all of `recollect.simulation.windows.windows(profile)`. `program` is one of
+    this profile and these windows, to reuse from an earlier simulation; with edges, if the decisions offload anything.
 
     Complexity: linear in the number of events.
     """

@@ -39,10 +39,7 @@ class Window:
 
 
 def windows(profile: Profile) -> list[Window]:
-    """Return the windows of a step in order; the first starts at 0.
-
-    Complexity: two passes over the events.
-    """
+    """Return the windows of a step in order; the first starts at 0."""
     scan = _Scan(profile.log)
     handlers: dict[int, Callable[..., None]] = {PHASE: scan.begin_phase, OP: scan.op, SAVE: scan.save}
     handlers |= {USE: scan.use, PEEK: scan.use}
@@ -105,8 +102,6 @@ def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_
     """Return for each window and call whether the call ran before and backward has yet to use what it made or saved.
 
     A window does not list the call that it belongs to.
-
-    Complexity: one pass over the events, then windows times calls.
     """
     num_calls = len(profile.calls)
     began = np.full(num_calls, np.iinfo(np.int64).max)
@@ -144,8 +139,7 @@ def calls_besides(
 ) -> NDArray[np.float64] | None:
     """Return `num_alive`, minus one for each unit before the window's own.
 
-    Returns:
-        None if that is 0 everywhere: all units run once, and one backward takes them in reverse.
+    None if that is 0 everywhere: all units run once, and one backward takes them in reverse.
     """
     phases = [None, *(window.phase for window in windows)]
     num_backwards = sum(after == BACKWARD != before for before, after in pairwise(phases))
@@ -179,10 +173,6 @@ class Edge:
 
 
 def edges(profile: Profile) -> list[Edge]:
-    """Return the edges of a step, in order.
-
-    Complexity: one pass over the events.
-    """
     return _EdgeScan(profile).edges
 
 
@@ -232,7 +222,6 @@ class _EdgeScan:
     """Walks over a step.
 
     Attributes:
-        edges: the edges of the step.
         used: values saved in units that backward asked for, as (call, value).
     """
 
@@ -306,11 +295,7 @@ class _EdgeScan:
 
 
 def edges_for(profile: Profile, decisions: Sequence[CallActions]) -> list[Edge]:
-    """Return the edges of a step for decisions that offload something; none for others.
-
-    Raises:
-        PlanError: a backward of the step keeps its graph, and a value would have to come back twice.
-    """
+    """Return the edges of a step for decisions that offload something; none for others."""
     if not any(decision.trips for decision in decisions):
         return []
     if any(True for _ in profile.log.operands(PEEK)):
