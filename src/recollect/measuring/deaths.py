@@ -83,11 +83,7 @@ OLDER = -1
 
 
 class Deaths:
-    """Records the deaths of storages that were alive at the start, between `start` and `stop`.
-
-    Attributes:
-        start_bytes: bytes of all of them at the start.
-    """
+    """Records the deaths of storages that were alive at the start, between `start` and `stop`."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._sizes = [(weakref.ref(storage), storage.nbytes()) for storage in storages]

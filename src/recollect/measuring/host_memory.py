@@ -19,12 +19,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that this process may use at most.
-
-    Example:
-        >>> host_memory_bytes() > 2**20
-        True
-    """
+    """Return the bytes of memory that this process may use at most."""
     own = _OWN_GROUPS.read_text() if _OWN_GROUPS.is_file() else ""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits_bytes(own, _GROUPS)])
 
@@ -50,15 +45,6 @@ def limits_bytes(own: str, groups: Path) -> Iterator[int]:
 
 
 def check_host_budget(host_budget: int | str) -> None:
-    """Check that this much host memory is available.
-
-    Raises:
-        ConfigError: it is not.
-        QuantityError: it is not an amount of bytes.
-
-    Example:
-        >>> check_host_budget("1MiB")
-    """
     nbytes, there = parse_bytes(host_budget), host_memory_bytes()
     if nbytes > there:
         raise ConfigError(
@@ -71,14 +57,7 @@ def check_host_budget(host_budget: int | str) -> None:
 def mapped_file(nbytes: int) -> torch.Tensor:
     """Return bytes of a temporary file without a name: nothing of it remains, however the process ends.
 
-    The operating system can write its pages out to disk, unlike the pages of other memory.
-
-    Raises:
-        OSError: the disk has no room for it.
-
-    Example:
-        >>> mapped_file(100).shape
-        torch.Size([100])
+    The operating system can write its pages out to disk, unlike the pages of other memory. OSError if that has no room for it.
     """
     with tempfile.TemporaryFile(prefix="recollect") as file:
         # Not with holes: a write to a page that the disk has no room for ends the process.

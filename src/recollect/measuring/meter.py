@@ -124,22 +124,9 @@ def measure_peak(
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Add up the bytes of the distinct storages behind some tensors.
+    """Add up the bytes of the distinct storages behind some tensors, of any device.
 
-    Args:
-        tensors: of any device and shape; for those that consist of others (DTensor, sparse ones), these count.
-
-    Returns:
-        Bytes. Views of one storage count it once, and whole.
-
-    Raises:
-        MeterError: a tensor has no storage and does not tell its inner tensors.
-
-    Example:
-        >>> import torch
-        >>> base = torch.zeros(10, 10)
-        >>> storage_bytes([base, base[0], base.t(), torch.zeros(3)])
-        412
+    Views of one storage count it once, and whole. Of tensors that consist of others (DTensor, sparse ones) these count.
     """
     return sum(storage.nbytes() for storage in storages_of(tensors))
 
@@ -227,15 +214,6 @@ def peak_on_cpu(known: Iterable[torch.Tensor] = ()) -> Iterator[list[int]]:
     """Measure the most bytes alive in the block, of all tensors that Python can reach, and the bytes alive when it began.
 
     `known`: those on the CPU count even if `torch.load` made them. Yields a list, which has both after the block.
-
-    Raises:
-        MeterError: a profiler is active.
-
-    Example:
-        >>> with peak_on_cpu() as found:
-        ...     _ = torch.zeros(1000).exp().sum()
-        >>> found[0] >= 8000
-        True
     """
     found, on_cpu = list[int](), (tensor for tensor in known if tensor.device.type == "cpu")
     before = Deaths(allocated_storages(storages_of(on_cpu)))
@@ -246,11 +224,7 @@ def peak_on_cpu(known: Iterable[torch.Tensor] = ()) -> Iterator[list[int]]:
 
 @contextmanager
 def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
-    """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block.
-
-    Raises:
-        MeterError: a profiler is already active; names the call.
-    """
+    """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block."""
     if some_profiler_is_active():
         raise MeterError(
             f"{call}: a profiler is already active, yours or that of a step that attach records. Measure "
@@ -299,11 +273,7 @@ class CpuOpPeaks:
     end = begin
 
     def peaks_bytes(self) -> list[int]:
-        """Return the peak growth of each op, from running sums between its marks.
-
-        Raises:
-            MeterError: marks are missing in the trace.
-        """
+        """Return the peak growth of each op, from running sums between its marks."""
         addresses = {mark.data_ptr() for mark in self._marks}
         positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
         # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
@@ -325,11 +295,7 @@ class CpuOpPeaks:
 
 
 class CudaOpPeaks:
-    """Reads the caching allocator's counters around each op.
-
-    Attributes:
-        step_bytes: most bytes allocated in the step.
-    """
+    """Reads the caching allocator's counters around each op."""
 
     def __init__(self, device: torch.device) -> None:
         self.step_bytes = 0

@@ -17,16 +17,6 @@ class PartsTrace:
 
     Attributes:
         parts: after the work, for each part the events in order: (address, bytes that an allocation takes; 0 for a free).
-
-    Example:
-        >>> import torch
-        >>> trace = PartsTrace(torch.device("cpu"))
-        >>> with trace.recording():
-        ...     x = torch.zeros(10)
-        ...     trace.mark()
-        ...     del x
-        >>> [[nbytes for _, nbytes in part] for part in trace.parts]
-        [[40], [0]]
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +40,6 @@ class PartsTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the events of the block.
-
-        Raises:
-            MeterError: on the CPU, under a profiler.
-        """
         gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
         if self._cuda is not None:
             self._cuda.start()

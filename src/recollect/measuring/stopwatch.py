@@ -20,16 +20,7 @@ class Seconds(NamedTuple):
 
 
 class Stopwatch:
-    """Adds up stretches of work on a device. Those within a stretch are part of it.
-
-    Example:
-        >>> watch = Stopwatch(torch.device("cpu"))
-        >>> with watch.running():
-        ...     _ = torch.ones(8).sum()
-        >>> found = watch.read()
-        >>> found is not None and found.host_s == found.device_s > 0
-        True
-    """
+    """Adds up stretches of work on a device. Those within a stretch are part of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
