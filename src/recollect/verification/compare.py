@@ -153,9 +153,7 @@ def compare_units(
     outputs, and the buffers and random generators after its backward. Only one unit's values are held at a time. If the plan
     drops a unit's output, the comparison keeps it, because the unit that would recompute it is not running.
 
-    Returns:
-        The first differences, as ("unit: parameter", largest absolute difference); the plain one is of two runs of the first
-        unit that differs.
+    Of differences, named "unit: parameter", the first counts; the plain one is of two runs of the first unit that differs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     active = [path for path, unit in plan.units.items() if unit.recomputes_anything]

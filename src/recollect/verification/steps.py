@@ -144,7 +144,6 @@ class OwnStep(_RepeatedStep):
         return Computed(gradients=computed, state=state)
 
     def prepare_loop(self) -> None:
-        """Restore the state before the first step."""
         self._restore()
 
     def loop(self) -> None:
