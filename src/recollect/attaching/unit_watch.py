@@ -104,7 +104,6 @@ class WatchedUnit(PlacedForward):
     """Wraps the forward that a plan puts in place of a unit's own, and counts the unit's runs.
 
     Attributes:
-        path: the path of the unit.
         allowed: runs in this call under the plan.
         left: allowed runs that have not begun.
         spare: further runs that the plan has reserved memory for, if they are lean.

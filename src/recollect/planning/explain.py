@@ -201,7 +201,6 @@ class Explained:
 
     plan: Plan
     simulation: Simulation
-    """Its peak, the bytes alive when backward begins, and its recompute."""
     groups: tuple[LayerGroup, ...]
     """Groups of layers, in forward order of the first layer."""
     outside_bytes: int

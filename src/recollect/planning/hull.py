@@ -100,7 +100,6 @@ class Option:
     """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
     keeps_output: bool = True
     engine: EngineChoice = EngineChoice.TAPE
-    """The engine that carries it out."""
     variant: int = -1
     """Of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines."""
 

@@ -146,9 +146,7 @@ class OffloadUnits:
     """The units of a step, in forward order."""
 
     table: OptionTable
-    """Their options."""
     rows: tuple[int, ...]
-    """The row of each."""
     units: tuple[OffloadUnit, ...]
     """The linear program's view of each."""
 

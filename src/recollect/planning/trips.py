@@ -37,7 +37,6 @@ class TripPlanner:
     """Schedules trips for values that a plan keeps.
 
     Attributes:
-        course: when things happen under the plan.
         names: the values that can be offloaded, which backward asks for in all calls of their unit, in the order in which they
             are made first.
     """
