@@ -29,13 +29,7 @@ def assemble(
     around: AroundOps = NOTHING,
     **facts: Any,
 ) -> Profile:
-    """Return the profile; calls with equal graphs share one.
-
-    `around`: the overhead around the ops of units.
-
-    Warns:
-        UserWarning: none of the layers ran.
-    """
+    """Return the profile; calls with equal graphs share one."""
     _warn_if_none_ran(layers, {call.path for call in recorder.calls}, facts.get("model_class", "the model"))
     graphs: dict[UnitGraph, int] = {}
     parts: list[tuple[PartRecord, ...]] = [()] * len(recorder.calls)

@@ -47,7 +47,6 @@ def _on_thread(thread: int, here: Callable[..., Any], elsewhere: Callable[..., A
 
 
 def _in_eager_mode(name: str, function: Callable[..., Any], batch: Any, is_like_others: bool) -> Callable[..., Any]:
-    """Return what takes the place of a function of transformers."""
     if name == "is_tracing":
         return lambda tensor=None: tensor is not None and function(tensor)
     finds_packed = name == _FIND_PACKED

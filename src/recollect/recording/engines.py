@@ -4,14 +4,12 @@ Dynamo traces a unit on the arguments of a recorded call; nothing of it runs. A 
 the ops that were recorded.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import torch
 from torch import nn
@@ -21,6 +19,7 @@ from recollect._torch_fsdp import as_not_sharded
 from recollect._torch_private import tree_leaves
 from recollect.costs.hardware import Hardware
 from recollect.engine.eager_forward import expect_compiler
+from recollect.engine.graph.traced_op import TracedOp
 from recollect.engine.own_checkpoints import running_unit
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.planners import Engine
@@ -40,9 +39,6 @@ from recollect.recording.step_recorder import Costs
 from recollect.recording.unit_runs import ModelledRuns, UnitRuns
 from recollect.recording.unit_samples import FailedKinds, UnitSample, num_hooks
 from recollect.recording.variants import with_variants
-
-if TYPE_CHECKING:
-    from recollect.engine.graph.traced_op import TracedOp
 
 
 def with_joints(
@@ -193,12 +189,7 @@ def _with_joint(graph: UnitGraph, joint: JointRecord | str) -> UnitGraph:
 
 
 def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None:
-    """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler.
-
-    Raises:
-        RecordError: the engine is not a known word.
-        NotYetError: they cannot.
-    """
+    """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler."""
     if engine not in get_args(Engine):
         raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(Engine)))}")
     if engine != "compile":
@@ -225,12 +216,6 @@ def with_engine(
     """Return a profile with common times, whose repeated units have an engine's costs besides the tape's in all processes.
 
     With units inside `torch.compile`, the step is that in which they run as PyTorch chooses.
-
-    Raises:
-        NotYetError: a backward of the step keeps its graph for a later one, and units are to be compiled.
-
-    Warns:
-        UserWarning: units of some kind cannot be compiled, or have graph breaks.
     """
     profile = with_common_times(profile, ranks, place)
     if engine in ("auto", "graph") and samples:
@@ -253,11 +238,6 @@ def with_engine(
 
 
 def check_host_engine(engine: str, host_budget: int | str) -> None:
-    """Check that other engines than the tape and host memory are not asked for together.
-
-    Raises:
-        NotYetError: they are.
-    """
     if engine not in ("tape", "auto") and parse_bytes(host_budget):
         raise _not_yet(engine, "host_budget", host_budget, "copies to host memory", "Leave out host_budget")
 

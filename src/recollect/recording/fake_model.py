@@ -156,12 +156,7 @@ def _cuda_attention() -> Iterator[None]:
 
 
 def kernels_of(tensor: torch.Tensor) -> str:
-    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on a different device.
-
-    Example:
-        >>> kernels_of(torch.zeros(1))
-        'cpu'
-    """
+    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on a different device."""
     mode = getattr(tensor, "fake_mode", None)
     return mode.kernels if isinstance(mode, _FakeMode) else tensor.device.type
 

@@ -37,22 +37,6 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     `Sequential` or `ModuleDict`; if there are none, `_find_layers` says what is taken instead, at last the model as one layer.
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
-
-    Raises:
-        UnsupportedModelError: there is nothing to plan in the model, or `paths` is empty.
-        UnknownNameError: one of `paths` is not a module of the model, or lies inside an earlier one.
-
-    Example:
-        >>> from torch import nn
-        >>> layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
-        >>> [
-        ...     unit.path
-        ...     for unit in find_units(
-        ...         nn.ModuleDict({"stem": nn.Linear(4, 4), "layers": nn.ModuleList(layers)}),
-        ...         paths=["layers.0", "layers.1"],
-        ...     )
-        ... ]
-        ['stem', 'layers.0', 'layers.1']
     """
     layers = _named_layers(model, paths) if paths is not None else _find_layers(model)
     if not layers:

@@ -61,12 +61,7 @@ class Step:
         return type(self.model).__name__
 
     def check(self, call: str = "record(model, batch)") -> None:
-        """Check that a step, and a model to run it, are given; `call` is the function's, for errors.
-
-        Raises:
-            ArgumentError: the model is not a module.
-            RecordError: both or neither of batch and step; a parameter has no shape yet.
-        """
+        """Check that a step, and a model to run it, are given; `call` is the function's, for errors."""
         check_kind(call, "model", self.model, nn.Module, "torch.nn.Module")
         if (self.batch is None) == (self.own is None):
             given = "neither" if self.own is None else "both"
@@ -97,11 +92,7 @@ class Step:
             GatheredParameters(self.model).begin_gradients_apart()
 
     def run(self) -> object:
-        """Run it; return the values that the loop still holds when the next one begins.
-
-        Raises:
-            RecordError: as `output` and `loss_in`.
-        """
+        """Run it; return the values that the loop still holds when the next one begins."""
         if self.own is not None:
             self.own()
             return None
@@ -151,21 +142,11 @@ class Step:
         return output, self.loss_in(output)
 
     def output(self) -> Any:
-        """Run the model on the batch.
-
-        Raises:
-            RecordError: the model rejected it.
-        """
         advice = "A dict is passed as keywords, a tuple or list as positions, anything else as the only argument."
         with _told(f"{self.name} rejected the batch ({describe_batch(self.batch)})", advice):
             return call_model(self.model, self.batch)
 
     def loss_in(self, output: Any) -> torch.Tensor:
-        """Return the loss of an output of the model, a scalar that requires grad.
-
-        Raises:
-            RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
-        """
         advice = "If it needs targets, write loss_fn=lambda output: cross_entropy(output, targets)."
         with _told(f"loss_fn failed on the output of {self.name}, its only argument", advice):
             loss = find_loss(output, self.name) if self.loss_fn is None else self.loss_fn(output)
@@ -241,12 +222,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the device of the step: the CUDA device with parameters, or that of the first parameter, or of the batch.
-
-    Raises:
-        NotYetError: the model runs on several CUDA devices, or on neither CUDA nor the CPU, or its sharded parameters are
-            not where it runs.
-    """
+    """Return the device of the step: the CUDA device with parameters, or that of the first parameter, or of the batch."""
     name, parameters = type(model).__name__, list(model.parameters())
     for parameter in parameters:
         # Elsewhere, clocks would not wait for kernels, and workspaces would go unseen.
@@ -304,5 +280,4 @@ def step_tensors(
 
 
 def resident_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> list[torch.Tensor]:
-    """Return the tensors that exist before and after a step."""
     return [tensor for group in step_tensors(model, batch, optimizers).values() for tensor in group]

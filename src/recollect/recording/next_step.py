@@ -47,10 +47,7 @@ class Leftover(NamedTuple):
 
 
 def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[Key, Leftover]:
-    """Return the storages the events leave alive, including those in graphs that no backward used up.
-
-    Complexity: one pass over the events.
-    """
+    """Return the storages the events leave alive, including those in graphs that no backward used up."""
     values: dict[Key, None] = {}
     storages: dict[Key, int] = {}
     saved: dict[int, Key] = {}
@@ -154,11 +151,8 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
     Tensors that backward makes and nobody frees are gradients. One alive when the step begins lives until the backward
     that makes its successor.
 
-    Args:
-        profile: the recorded step.
-        gradients_bytes: bytes of each gradient that is alive when the other step begins, but was not in the recorded one.
-        growth: ratio of the other step's input elements to the recorded step's; gradients and the optimizer's tensors
-            do not grow.
+    `gradients_bytes`: of each gradient that is alive when the other step begins, but was not in the recorded one. `growth`:
+    ratio of the other step's input elements to the recorded step's; gradients and the optimizer's tensors do not grow.
     """
     recorded = list(profile.log.events)
     made = _gradients_made(recorded)
@@ -178,7 +172,6 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
 
 
 def _unused_number(recorded: Sequence[Event]) -> int:
-    """Return the first number above all storages' numbers."""
     return 1 + max((event[1] for event in recorded if event[0] in (events.ALLOC, events.FREE)), default=-1)
 
 

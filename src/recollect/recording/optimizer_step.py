@@ -86,19 +86,10 @@ def reductions_of(model: torch.nn.Module) -> OptimizerStep:
 
 
 def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> OptimizerStep:
-    """Return the memory events and the state of a step of the optimizers, one after the other.
+    """Return the memory events and the state of a step of the optimizers, one after the other; they are not stepped.
 
-    Args:
-        optimizers: one, several, or wrappers around them (see `optimizers_in`); not changed, not stepped; None for none.
-            If each trained parameter already has state, that state counts.
-        device: where the parameters are, or will be if they are fake.
-
-    Raises:
-        RecordError: something in it is not an optimizer.
-
-    Warns:
-        UserWarning: a step cannot be tried out. The optimizer's present state counts instead, and temporaries are assumed
-            to be as large as the largest parameter.
+    If each trained parameter already has state, that state counts. `device`: where the parameters are, or will be if they are
+    fake.
     """
     total = OptimizerStep(0, ())
     for optimizer in optimizers_in(optimizers):
@@ -290,7 +281,6 @@ def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
 
 
 def _is_plain(value: Any, depth: int = 2) -> bool:
-    """Return whether a value consists of numbers and strings only."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return True
     if depth == 0 or callable(value) or isinstance(value, (torch.Tensor, torch.optim.Optimizer)):

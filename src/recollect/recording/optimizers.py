@@ -20,15 +20,6 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
     Args:
         optimizers: an optimizer, a wrapper that hands `step` and `state` on to one, a list, tuple or dict of these, an
             object whose `optimizers` or `chained_optimizers` are such a list, or None.
-
-    Raises:
-        RecordError: something in it is not an optimizer.
-
-    Example:
-        >>> import torch
-        >>> weight, bias = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
-        >>> [type(found).__name__ for found in optimizers_in([torch.optim.Muon([weight]), torch.optim.AdamW([bias])])]
-        ['Muon', 'AdamW']
     """
     if optimizers is None:
         return []
@@ -78,9 +69,6 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     an optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards,
     which has whole parameters in place of the optimizer's while gathered. What steps over no parameter of a frozen model
     trains its inputs.
-
-    Raises:
-        RecordError: none of the optimizers' parameters is one of the model's.
     """
     found = optimizers_in(optimizers)
     steps_over = [p for optimizer in found for group in optimizer.param_groups for p in group["params"]]
@@ -114,18 +102,7 @@ def state_tensors(optimizers: Any) -> list[torch.Tensor]:
 
 
 def copied_weights(parameters: Iterable[torch.Tensor], optimizers: Any) -> list[torch.Tensor]:
-    """Return the tensors the optimizers step over in place of a model's parameters, such as full-precision copies.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(2, 2).bfloat16()
-        >>> copies = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
-        >>> (
-        ...     copied_weights(model.parameters(), torch.optim.SGD(copies)) == copies,
-        ...     copied_weights(model.parameters(), None),
-        ... )
-        (True, [])
-    """
+    """Return the tensors the optimizers step over in place of a model's parameters, such as full-precision copies."""
     steps_over = [p for found in optimizers_in(optimizers) for group in found.param_groups for p in group["params"]]
     storages = storages_of(parameters)
     own = {id(storage) for storage in storages}

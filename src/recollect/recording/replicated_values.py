@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from recollect.engine.together import Shards, content_of, shards_of
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import PartRecord
 from recollect.recording.trackers import RecordedCall, storage_of
+from recollect.tensors import tensors_in
 
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
 _NUM_SAMPLES: Final = 5
@@ -36,10 +37,6 @@ def _mark(tensor: torch.Tensor, *, is_alike: bool) -> None:
     storage = storage_of(tensor)
     if storage is not None:
         setattr(storage, _ALIKE, is_alike and tensor.dtype.is_floating_point)
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
 
 
 class RanksWithParts:
@@ -72,16 +69,15 @@ class RanksWithParts:
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
         if self._modelled is None:
             return
-        inputs = list(_tensors((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         is_alike = bool(inputs) and all(map(_is_alike, inputs)) and not facts.is_random
         if func.namespace in ("c10d_functional", "_c10d_functional") and "wait" not in func.__name__:
             whole = set(self._shards.ranks) <= set(group_ranks(tree_leaves((args, kwargs))))
             is_alike = any(word in func.__name__ for word in _GATHERING) if whole else is_alike
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             _mark(tensor, is_alike=is_alike)
 
     def content_of(self, tensor: torch.Tensor) -> int | None:
-        """Return a number for the content of a tensor that may be held as a part; None for any other."""
         if self._modelled is None:
             return content_of(tensor)
         return 0 if _is_alike(tensor) else None

@@ -49,9 +49,6 @@ def undisturbed(model: nn.Module, *, keeps_attributes: bool = False) -> Iterator
     lists, dicts and sets; what is inside other objects stays changed.
 
     `keeps_attributes`: only the content of tensors and generators is restored, and tables that the step makes stay.
-
-    Raises:
-        RecordError: DeepSpeed has partitioned the parameters; only its own engine can run them.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -227,7 +224,6 @@ def present_state(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 @contextmanager
 def restored_generators(model: nn.Module) -> Iterator[None]:
-    """Restore the random generators of the CPU and of the model's devices."""
     put_back = present_generators({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     try:
         yield

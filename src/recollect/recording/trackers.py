@@ -181,7 +181,6 @@ class TrackedOther(Tracked):
         return number
 
     def end(self) -> Event | None:
-        """Return the event of its death; None if a different tracker logs it."""
         return (events.FREE, self.storage) if self.storage >= 0 else None
 
 
@@ -209,12 +208,10 @@ class Filled:
         self.storage = -1
 
     def end(self) -> Event | None:
-        """Return the event of its death; None if it holds nothing."""
         return (events.FREE, self.storage) if self.storage >= 0 else None
 
 
 Tracker: TypeAlias = TrackedValue | TrackedOther | Filled | Persistent
-"""What tracks a storage."""
 
 
 @contextmanager

@@ -8,8 +8,6 @@ Memory is traced between a source, which makes inputs, and a sink, which makes t
 else holds inputs or outputs between forward and backward: the unit holds all values that are alive there.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 from collections import Counter
@@ -47,10 +45,6 @@ def trace_unit(
 
     `forward`: of a copy of the unit, whose parameters have no gradients yet. It has run before, and compiles no more.
     `trace`: by default of the device's allocator.
-
-    Raises:
-        MeterError: on the CPU, under another profiler.
-        Exception: whatever the unit raises.
     """
     trace = trace or PartsTrace(device)
     run = _Run(trace)
@@ -59,7 +53,7 @@ def trace_unit(
         trace.mark()
         with torch.autocast(device.type, dtype=sample.autocast, enabled=sample.autocast is not None):
             output = forward(*args, **kwargs)
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_in(output)
         run.outputs = run.addresses(leaves, sample.output_values)
         trace.mark()
         end = _Sink.apply(run, *[leaf for leaf in leaves if leaf.requires_grad])  # type: ignore[no-untyped-call]
@@ -147,12 +141,10 @@ def _played(part: Part) -> tuple[dict[int, int], int]:
 
 
 def _stretches(part: Part, sizes: dict[int, int], held: dict[int, int]) -> Iterable[tuple[int, int, int]]:
-    """Yield `VariantRecord.backward`.
+    """Yield `VariantRecord.backward` from the events of backward.
 
-    Args:
-        part: the events of backward.
-        sizes: by address, the bytes of storages that exist when it begins and count when they are freed.
-        held: values that end a stretch when they are freed, by address.
+    `sizes`: by address, the bytes of storages that exist when it begins and count when they are freed. `held`: values that
+    end a stretch when they are freed, by address.
     """
     alive, waiting = dict(sizes), Counter(held.values())
     total_bytes = most_bytes = 0
@@ -233,11 +225,7 @@ class UnitRuns:
 
     @contextmanager
     def copied(self, sample: UnitSample) -> Iterator[tuple[UnitSample, nn.Module]]:
-        """Yield a sample to run within the block, and a copy of its module; restore the random generators afterwards.
-
-        Raises:
-            Exception: whatever the module's attributes raise when they are copied.
-        """
+        """Yield a sample to run within the block, and a copy of its module; restore the random generators afterwards."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             module = sample.copied_module()
             module.zero_grad(set_to_none=True)

@@ -24,10 +24,9 @@ from recollect._torch_private import (
     tree_map,
     without_compiler,
 )
-from recollect.profile.graph import ValueRecord
 from recollect.profile.profile import Profile
 from recollect.recording.restored_state import HOOKS, HOOKS_OF_RUNS
-from recollect.tensors import has_strides, shape_of, tensors_held
+from recollect.tensors import has_strides, shape_of, tensors_held, tensors_in
 
 # From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
@@ -96,8 +95,7 @@ class UnitSample:
     def copied_module(self, *, shares_parameters: bool = False) -> nn.Module:
         """Return a copy of the module, without hooks; functions in place of a `forward` call the copy, too.
 
-        Raises:
-            Exception: whatever the module's attributes raise when they are copied.
+        The module's attributes may raise anything when they are copied.
         """
         copies: dict[int, Any] = {}
         for module in self.module.modules():
@@ -144,7 +142,6 @@ class FailedKinds:
         return reason
 
     def reason(self, sample: UnitSample) -> str:
-        """Return the first reason if two of the sample's kind have failed, else nothing."""
         reasons = self._reasons.get(sample.first_alike, ())
         return reasons[0] if len(reasons) > 1 else ""
 
@@ -179,16 +176,14 @@ class UnitSamples:
         return sum(tensor.nbytes for one in firsts for tensor in tensors_held((one.args, one.kwargs)))
 
     def of_graphs(self, profile: Profile, left_out: Container[int] = ()) -> dict[int, UnitSample]:
-        """Return, for each graph of a profile, a sample of one that has it, or has the same ops on as many bytes.
-
-        `left_out`: calls of which a sample is of no use.
-        """
+        """Return, for each graph of a profile, a sample of one that has it, or has the same ops on as many bytes."""
         found: dict[int, UnitSample] = {}
         by_ops: dict[Any, UnitSample] = {}
         for call, sample in self._of_calls.items():
             if call not in left_out:
                 graph = profile.graph_of(profile.calls[call])
-                ops = sample.first_alike, tuple(op.name for op in graph.ops), tuple(map(_outline, graph.values))
+                values = tuple((value.name, value.nbytes, value.producer) for value in graph.values)
+                ops = sample.first_alike, tuple(op.name for op in graph.ops), values
                 found.setdefault(profile.calls[call].graph, by_ops.setdefault(ops, sample))
         return found
 
@@ -253,7 +248,7 @@ class UnitSamples:
         """
         if sample := self._of_calls.get(call):
             inputs = tuple(map(value_of, leaves))
-            outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            outputs = tuple(map(value_of, tensors_in(output)))
             self._of_calls[call] = replace(sample, input_values=inputs, output_values=outputs)
 
 
@@ -280,10 +275,6 @@ def _with_own_numbers(alike: UnitSample, leaves: list[Any]) -> tuple[Any, Any]:
         lambda leaf: number if isinstance(number := next(own), (int, float)) else leaf, (alike.args, alike.kwargs)
     )
     return args, kwargs
-
-
-def _outline(value: ValueRecord) -> tuple[str, int, int | None]:
-    return value.name, value.nbytes, value.producer
 
 
 def num_hooks(module: nn.Module) -> int:

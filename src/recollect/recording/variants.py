@@ -47,9 +47,6 @@ def with_variants(
 
     `samples`: for each graph, a call of a unit that has it, or has the same ops on as many bytes. PyTorch's own choice is
     compiled besides the menu. `compiled` is told a unit's path and the seconds that compiling it once took, for each variant.
-
-    Warns:
-        UserWarning: units of some kind cannot be compiled, or have graph breaks.
     """
     paths = {call.graph: call.path for call in reversed(profile.calls) if call.repeated}
     of_kind: dict[int, list[int]] = {}
@@ -107,11 +104,7 @@ class _Compiled:
 def _measured(
     sample: UnitSample, graph: UnitGraph, menu: Sequence[Keeps], runs: UnitRuns, note: Callable[[float], None]
 ) -> tuple[tuple[VariantRecord, ...], float]:
-    """Compile a unit in each way, trace each, and time all; return these variants, and the seconds outside the compiler.
-
-    Raises:
-        _CannotCompileError: it cannot be compiled, or cannot run by itself.
-    """
+    """Compile a unit in each way, trace each, and time all; return these variants, and the seconds outside the compiler."""
     # Here: it imports the compiler.
     from recollect._torch_compile import quiet_cache
 
