@@ -4,8 +4,6 @@ Importing this imports the compiler, which takes seconds: only files that compil
 they are imported by others.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -52,7 +50,6 @@ class CompiledWhole(TracedWhole):
     # By default it ignores hooks that come later.
     @dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS, skip_nnmodule_hook_guards=False)
     def trace(self, *args: Any) -> Any:
-        """Call the function; first compile it if no code fits the call."""
         return super().trace(*args)
 
 
@@ -89,8 +86,7 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
             "reinterpret_tensor": lambda tensor, size, stride, offset=0: tensor.as_strided(
                 size, stride, tensor.storage_offset() + offset
             ),
-            "assert_size_stride": _nothing,
-            "assert_alignment": _nothing,
+            **dict.fromkeys(("assert_size_stride", "assert_alignment"), lambda *_: None),
         }
         return SimpleNamespace(call=names["call"], __file__=None)
 
@@ -102,10 +98,6 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         inductor_config.patch(settings),
     ):
         yield
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
@@ -124,7 +116,6 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
 
 
 def captures_graphs() -> bool:
-    """Whether what is compiled now will be captured as CUDA graphs."""
     return bool(inductor_config.triton.cudagraphs)
 
 
@@ -176,7 +167,6 @@ def clear_policy(node: fx.Node) -> None:
 
 
 def is_of_backward(node: fx.Node) -> bool:
-    """Whether a node of a joint graph was traced in backward."""
     return str(node.meta.get(_SIDE, "")) in ("is_backward", "must_be_in_backward")
 
 

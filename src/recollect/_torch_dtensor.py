@@ -3,8 +3,6 @@
 A part of `_torch_private.py`; the same rules apply.
 """
 
-from __future__ import annotations
-
 import sys
 from copy import copy
 from typing import Any

@@ -3,8 +3,6 @@
 Importing this imports Dynamo, which takes a second: files import it inside functions.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import itertools
@@ -80,11 +78,7 @@ class TracedWhole:
         self._runs: dict[int, FunctionType] = {}
 
     def trace(self, *args: Any) -> Any:
-        """Call the function; first trace it if no trace fits the call.
-
-        Raises:
-            Exception: one of `ERRORS`, if it cannot be traced, or Dynamo would run it as it is.
-        """
+        """Call the function; first trace it if no trace fits the call; raise one of `ERRORS` if it cannot be traced."""
         if self._is_off or dynamo_config.disable:
             raise TorchDynamoException("Dynamo is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)")
         if (stance := eval_frame._stance.stance) != "default":

@@ -1,7 +1,5 @@
 """Tells how FSDP2, and FSDP1 before it, handle the parameters of a model; the private names for that, with reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -26,7 +24,6 @@ def is_flat_sharded(module: nn.Module) -> bool:
 
 
 def gathers_parameters(module: nn.Module) -> bool:
-    """Whether FSDP2 or FSDP1 gathers parameters while a module runs."""
     return is_fully_sharded(module) or is_flat_sharded(module)
 
 
@@ -101,9 +98,6 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     Yields a function to call when the others are in place. FSDP2 keeps its own references to the parameters it shards,
     and no public name replaces them.
-
-    Raises:
-        RecordError: a model that FSDP2 shards has real parameters, or has run.
     """
     modules = fully_sharded_modules(model)
     states = [module._get_fsdp_state() for module in modules]
@@ -135,9 +129,7 @@ def as_not_sharded(module: nn.Module, whole: Mapping[str, nn.Parameter]) -> Iter
     Nothing is gathered, since other processes may not do the same: stand-ins repeat this rank's part. FSDP2 replaces a module's
     class by one that cannot be copied, and no public name tells the first.
 
-    Args:
-        module: no module inside it is sharded by itself.
-        whole: the parameters as they were gathered, by name.
+    No module inside it is sharded by itself. `whole`: the parameters as they were gathered, by name.
 
     Yields what a deep copy is to have in place of some objects, by `id`: the stand-ins themselves, and nothing of FSDP2.
     """

@@ -46,19 +46,12 @@ class AllocatorTrace:
     `torch.profiler` has no public form of it with addresses, which tell a free of this trace's memory from a free of
     memory that an earlier trace saw. It also records every op, which is slow; here only memory is recorded. Covers
     the thread that starts it and the threads of autograd that work for it.
-
-    Raises:
-        MeterError: at the end, if it has missed its own allocation.
     """
 
     _end: weakref.finalize[[], Any] | None = None
 
     def start(self) -> None:
-        """Begin to record, until `stop` or the end of the thread: a profiler that outlives it crashes the process.
-
-        Raises:
-            MeterError: a different thread still records after a minute.
-        """
+        """Begin to record, until `stop` or the end of the thread: a profiler that outlives it crashes the process."""
         _let_forked_processes_end()
         if not _TURN.acquire(timeout=_MOST_WAIT_S):
             raise MeterError(

@@ -1,7 +1,5 @@
 """Tells how PyTorch spreads a model over processes; the private names for that, each with its reason."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections import Counter
@@ -35,11 +33,7 @@ def has_process_group() -> bool:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Within the block, act as one rank of a process group without other ranks; its collectives move nothing.
-
-    Raises:
-        RecordError: this process is part of a real group.
-    """
+    """Within the block, act as one rank of a process group without other ranks; its collectives move nothing."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -75,7 +69,6 @@ def receives_as_needed() -> bool:
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Whether torch's own activation checkpoint wrapper is around a module."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     return isinstance(module, CheckpointWrapper)
@@ -178,8 +171,7 @@ def notes_of_group(group: str, key: str) -> RankNotes:
     if torch.distributed.get_backend(process_group) == "fake":
         # There are no others.
         return RankNotes(key, [torch.distributed.get_rank()], torch.distributed.HashStore())  # type: ignore[attr-defined]
-    ranks = torch.distributed.get_process_group_ranks(process_group)
-    return RankNotes(key, ranks, distributed_c10d._get_default_store())
+    return RankNotes(key, torch.distributed.get_process_group_ranks(process_group), meeting_place())
 
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -188,11 +180,7 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the dimensions of two meshes, which are views of one. No public name joins them.
-
-    Raises:
-        ConfigError: they are not dimensions of one mesh.
-    """
+    """Return the mesh with the dimensions of two meshes, which are views of one. No public name joins them."""
     try:
         joined: DeviceMesh = DeviceMesh._concatenate([outer, inner])
     except RuntimeError:
@@ -231,7 +219,6 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:
-    """Wait for a functional collective and return its result."""
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
@@ -319,9 +306,6 @@ class GradientBuckets:
         model: with any number of `DistributedDataParallel` in it.
         may_communicate: the processes may agree now on the order in which gradients are reduced, as they would in the forward
             after the first backward. It then does not happen in a recorded or measured step.
-
-    Attributes:
-        sizes_bytes: the sizes of each of them.
     """
 
     def __init__(self, model: nn.Module, *, may_communicate: bool) -> None:

@@ -3,8 +3,6 @@
 When a release moves one of them, change this file; `engine/self_check.py` detects names that no longer work.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -223,7 +221,6 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether a module instance was given a compiled `forward`."""
     own = vars(module).get("forward")
     return without_compiler(module) is module and compiled_function(own) is not None
 

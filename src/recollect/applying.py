@@ -254,7 +254,6 @@ def _switch_of(model: nn.Module) -> str:
 
 
 def already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
-    """Return the error about a module that recomputes by a different mechanism, which `remedy` ends."""
     return AlreadyAppliedError(
         f"cannot apply a plan: {unit_words(path, 'module')} recomputes already, by {by}; a value would be recomputed twice. "
         f"To have recollect decide, {remedy}."

@@ -10,14 +10,6 @@ _MOST_SHOWN: Final = 200
 
 
 def check_kind(call: str, name: str, value: object, kind: type, expected: str) -> None:
-    """Raise if an argument has the wrong type.
-
-    Raises:
-        ArgumentError: it is not; says how to call the function, or how to load the file whose path was passed.
-
-    Example:
-        >>> check_kind("plan(profile, budget)", "profile", 60, int, "int")
-    """
     if isinstance(value, kind):
         return
     advice = f"Call it as recollect.{call}."

@@ -28,10 +28,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def least_amount(num_bytes: int) -> str:
-    """Print bytes as an amount to paste as a budget, rounded up to be enough.
-
-    Returns:
-        At most one decimal and a power-of-1024 suffix, without a space, as `recollect.quantities.parse_bytes` reads it.
+    """Print bytes as an amount to paste as a budget, as `recollect.quantities.parse_bytes` reads it, rounded up to be enough.
 
     Example:
         >>> least_amount(512), least_amount(1025), least_amount(16 * 2**30), least_amount(2**20 - 1)

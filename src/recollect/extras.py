@@ -30,18 +30,7 @@ EXTRA_OF_PACKAGE: Final = {package: extra for extra, packages in _PACKAGES.items
 
 @contextmanager
 def needed(package: str, by: str) -> Iterator[None]:
-    """Say which extra brings a package if an import in the block fails.
-
-    Raises:
-        MissingPackageError: it cannot be imported.
-
-    Example:
-        >>> with needed("pulp", by="PyTorch's planner"):
-        ...     import no_such_package
-        Traceback (most recent call last):
-        recollect.errors.MissingPackageError: PyTorch's planner needs the package `pulp`, which is not installed \
-(No module named 'no_such_package'). Run: pip install 'recollect[benchmarks]'
-    """
+    """Say which extra brings a package if an import in the block fails."""
     try:
         yield
     except ImportError as problem:

@@ -29,12 +29,7 @@ class _JsonError(ValueError):
 
 
 def read_file(path: str | Path, *, expected: str, advice: str, error: type[Exception]) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        MissingFileError: nothing is there.
-        error: a folder, a file that may not be read, or an empty one.
-    """
+    """Return the content of a file; raise `error` for a folder, a file that may not be read, or an empty one."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
@@ -51,11 +46,7 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
 
 @contextmanager
 def writing(path: object, error: type[Exception] = RecollectError, flag: str = "") -> Iterator[None]:
-    """Say why a file cannot be written if the block fails to write it.
-
-    Raises:
-        error: it cannot be written.
-    """
+    """Raise `error`, which says why a file cannot be written, if the block fails to write it."""
     try:
         yield
     except OSError as problem:
@@ -80,17 +71,10 @@ def read_document(
     error: type[Exception],
     needs_all_keys: bool = False,
 ) -> Field:
-    """Parse a versioned JSON document.
+    """Parse a versioned JSON document, an object with the keys "format" and "version".
 
-    Args:
-        text: the JSON text of an object with the keys "format" and "version".
-        format: the expected "format", such as "recollect.plan".
-        version: the newest version that can be read; older ones are up to the caller.
-        error: class of the exception to raise.
-        needs_all_keys: whether only what may be None can be missing, despite other fields' defaults.
-
-    Raises:
-        error: not JSON, a duplicate key, NaN or infinity, a different format, or a later version.
+    `format`: the expected one, such as "recollect.plan". `version`: the newest that can be read; older ones are up to the
+    caller. `needs_all_keys`: only what may be None can be missing, despite other fields' defaults.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
@@ -142,7 +126,6 @@ class Field:
     rules: _Rules
 
     def fail(self, expected: str) -> NoReturn:
-        """Raise the document's error, with the data here and what was expected."""
         shown = json.dumps(self.data)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise self.rules.error(f"{self.where}: got {shown}, expected {expected}")
@@ -158,7 +141,6 @@ class Field:
         return list(self.data)
 
     def get(self, key: str) -> Field:
-        """Return the place under `key`; raise if it is missing."""
         if key not in self._keys():
             raise self.rules.error(f"{self.where}: the key {key!r} is missing")
         return self._child(key)
@@ -205,9 +187,8 @@ class Field:
     def record(self, kind: Callable[..., _Built], **given: Any) -> _Built:
         """Return a dataclass or named tuple from the object here; missing or null fields have their defaults.
 
-        Args:
-            kind: the class. Fields that may be None default to None. A ValueError of its checks is reported with this place.
-            given: fields that need no reading.
+        Fields that may be None default to None. A ValueError of the class's checks is reported with this place. `given`:
+        fields that need no reading.
         """
         known = _fields_of(kind)
         head = _HEAD if self.where == "document" else ()

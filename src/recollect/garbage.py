@@ -12,13 +12,6 @@ def without_collections() -> Iterator[None]:
     A planner makes many small objects that refer to each other and are soon freed by reference counts. Collections would find
     next to nothing, and take half of the time: they are frequent, and each visits all objects of a large step. A timed op would
     include any collection that it happens to start.
-
-    Example:
-        >>> with without_collections():
-        ...     gc.isenabled()
-        False
-        >>> gc.isenabled()
-        True
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -10,13 +10,7 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the module of each name that a package's `__init__.pyi` imports, and the package's `__getattr__` and `__dir__`.
-
-    Example:
-        >>> homes, get, _ = lazy_names("recollect.integrations.megatron")
-        >>> homes["model_chunks"], get("model_chunks").__name__
-        ('recollect.integrations.megatron.pipeline', 'model_chunks')
-    """
+    """Return the module of each name that a package's `__init__.pyi` imports, and the package's `__getattr__` and `__dir__`."""
     stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module or "" for node in imports for alias in node.names}

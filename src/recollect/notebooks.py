@@ -3,8 +3,6 @@
 It is the only import that points up; `tests/house/test_layers.py` lists it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 

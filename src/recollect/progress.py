@@ -29,27 +29,18 @@ _DELAY_S: Final = 2.0
 _EVERY_S: Final = 10.0
 # Drawing takes a millisecond, which must hardly disturb code that is timed meanwhile.
 _DRAWN_PER_S: Final = 2
-_BAR_WIDTH: Final = 15
 
 
 @contextmanager
 def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Describe the work of the block.
-
-    Yields a function to call after each of `total` parts.
-
-    Example:
-        >>> with stage("planning", total=3) as done:
-        ...     for _ in range(3):
-        ...         done()
-    """
+    """Describe the work of the block; yields a function to call after each of `total` parts."""
     if threading.current_thread() is not threading.main_thread():
-        yield _nothing
+        yield lambda: None
         return
     outermost = not _lines
     line = _new_line() if outermost else _lines[0]
     if line is None:
-        yield _nothing
+        yield lambda: None
         return
     if outermost:
         _lines.append(line)
@@ -132,7 +123,6 @@ class _Line:
         self._timer.start()
 
     def appear(self) -> None:
-        """Draw it, or write it, unless it is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -187,7 +177,7 @@ class _Line:
         text, counted, so_far = self._shown()
         cells: list[Text | ProgressBar] = [Text(text, no_wrap=True)]
         if counted is not None:
-            cells.append(ProgressBar(counted.total, counted.done, width=_BAR_WIDTH))
+            cells.append(ProgressBar(counted.total, counted.done, width=15))
             cells.append(Text(counted.count("/"), no_wrap=True))
         left = counted.left() if counted is not None else ""
         cells.append(Text(left or so_far, style="dim", no_wrap=True))
@@ -211,9 +201,4 @@ def _new_line() -> _Line | None:
 
 
 def _whole(seconds: float) -> str:
-    """Return a time without fractions of a second."""
     return f"{seconds:.0f} s" if seconds < 59.5 else format_seconds(seconds)
-
-
-def _nothing() -> None:
-    pass

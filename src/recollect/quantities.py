@@ -41,9 +41,6 @@ def parse_bytes(value: str | int) -> int:
     Returns:
         Bytes, 0 or more. A fraction of a byte is dropped.
 
-    Raises:
-        QuantityError: negative, not finite, a bool or float, empty, or with an unknown suffix.
-
     Example:
         >>> parse_bytes("16GiB"), parse_bytes("80 GB"), parse_bytes("1.5 KiB"), parse_bytes(512)
         (17179869184, 80000000000, 1536, 512)
@@ -69,11 +66,6 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
 
     Returns:
         Bytes, 0 or more, rounded down.
-
-    Raises:
-        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of an unknown peak, or of a device of
-            unknown memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a
-            fraction.
 
     Example:
         >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
@@ -112,16 +104,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
 def check_budget(value: str | int, *, device_bytes: int | None) -> None:
     """Check that a budget can be parsed and is not a mistake, before the peak that a percentage refers to is known.
 
-    Args:
-        value: as for `parse_budget`.
-        device_bytes: size of the device's memory; None or 0 if unknown. A wrong size above 0 does no harm.
-
-    Raises:
-        QuantityError: as `parse_budget`; nothing; or so few bytes that their unit was forgotten. One byte asks for the least
-            peak, which the `BudgetTooSmallError` then tells.
-
-    Example:
-        >>> check_budget("60%", device_bytes=None)
+    `device_bytes`: None or 0 if unknown. A wrong size above 0 does no harm.
     """
     # Any peak will do that is large enough for each fraction of it to be some bytes.
     peak_bytes = _LARGEST_BYTES // 10**9
@@ -156,9 +139,6 @@ def _refuse_lone_number(value: object) -> None:
 
 def format_seconds(seconds: float) -> str:
     """Format a duration for people.
-
-    Raises:
-        QuantityError: not a finite number.
 
     Example:
         >>> [format_seconds(seconds) for seconds in (0.00034, 0.0123, 1.5, 125, 3725)]

@@ -14,13 +14,7 @@ _NO_HOLDERS = (torch.nn.Module, type, types.ModuleType, types.FunctionType, type
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order.
-
-    Example:
-        >>> import torch
-        >>> [tensor.item() for tensor in tensors_in({"x": torch.tensor(1), "rest": [None, torch.tensor(2)]})]
-        [1, 2]
-    """
+    """Return the tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     _add_tensors(tree, found)
     return found
@@ -74,24 +68,12 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a size and strides: not a sparse one, nor a nested one, though that may say that it is strided.
-
-    Example:
-        >>> import torch
-        >>> [has_strides(tensor) for tensor in (torch.eye(3), torch.eye(3).to_sparse())]
-        [True, False]
-    """
+    """Whether a tensor has a size and strides: not a sparse one, nor a nested one, though that may say that it is strided."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; -1 for one made in inference mode, which does not count.
-
-    Example:
-        >>> import torch
-        >>> version_of(torch.zeros(1).add_(1))
-        1
-    """
+    """Return how often a tensor was written to; -1 for one made in inference mode, which does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -107,19 +89,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that one of a wrapper subclass (DTensor and its kin) holds; none for any other tensor.
-
-    Example:
-        >>> import torch
-        >>> rows = [torch.ones(2, 3), torch.ones(4, 3)]
-        >>> jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
-        >>> [list(inner.shape) for inner in inner_tensors(jagged)][
-        ...     :2
-        ... ]  # rows one below the other, and where each begins
-        [[6, 3], [3]]
-        >>> inner_tensors(rows[0])
-        []
-    """
+    """Return the tensors that one of a wrapper subclass (DTensor and its kin) holds; none for any other tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
     names, _ = tensor.__tensor_flatten__()

@@ -20,16 +20,6 @@ def at_end_of_thread(action: Callable[[], object]) -> "weakref.finalize[[], set[
 
     Other threads still running when the process ends do nothing more, nor do those that a forked process does not have.
     The handle's `detach` forgets it.
-
-    Example:
-        >>> import threading
-        >>> from recollect.thread_end import at_end_of_thread
-        >>> done = []
-        >>> thread = threading.Thread(target=lambda: at_end_of_thread(lambda: done.append("ended")))
-        >>> thread.start()
-        >>> thread.join()
-        >>> done
-        ['ended']
     """
     here = threading.get_ident()
     return weakref.finalize(_here.anchor, lambda: action() if threading.get_ident() == here else None)

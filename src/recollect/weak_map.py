@@ -40,7 +40,6 @@ class WeakMap(Generic[Value]):
         return self._entries[id(key)][1] if key in self else None
 
     def setdefault(self, key: Any, value: Value) -> Value:
-        """Return the value of an object, after setting it if there was none."""
         if key not in self:
             self[key] = value
         return self._entries[id(key)][1]
