@@ -4,8 +4,6 @@ Autocast keeps the casts of leaves until its block ends. Readers of a kept cast 
 precision, in all calls of the block together.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -145,7 +145,6 @@ def _note_draws(func: Any, args: Any, kwargs: dict[str, Any], has_drawn: bool) -
 
 
 def _kind_of(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes and constants among an op's arguments."""
     return tuple([getattr(leaf, "shape", leaf) for leaf in tree_leaves((args, kwargs))])
 
 
@@ -243,7 +242,6 @@ class FunctionDraws:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the generators' states that are held; 0 if nothing was drawn."""
         seen = sum(draw.nbytes for _, draw in self._seen if draw is not None)
         return seen + sum(state.nbytes for _, state in self._unseen)
 

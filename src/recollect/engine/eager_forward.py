@@ -5,10 +5,8 @@ were recorded, with other bits. So the graph is broken around the modules that c
 concern units that a plan compiles: the code between them runs eagerly, as it was recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -23,13 +21,11 @@ from recollect._torch_private import (
 )
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.tape import Tape
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
 from recollect.warning import warn_user
 from recollect.weak_map import WeakMap
-
-if TYPE_CHECKING:
-    from recollect.engine.tape import Tape
 
 # Models already reported as compiled.
 _told = WeakMap[bool]()

@@ -109,8 +109,6 @@ _UNANNOTATED_VIEWS = frozenset(
     {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "unsafe_split", "unsafe_split_with_sizes"}
 )
 
-_LIFTS = frozenset({"lift", "lift_fresh"})
-
 # The schema says that this writes to its argument, but it only informs the allocator.
 _NO_WRITES = frozenset({"record_stream"})
 
@@ -258,7 +256,7 @@ def facts_of(func: Any) -> OpFacts:
         may_replay=is_collective and name in _FUNCTIONAL_COLLECTIVES and not writes,
         writes_unseen=is_collective and bool(writes),
         moves_storage=name in _MOVES,
-        is_lift=name in _LIFTS,
+        is_lift=name in ("lift", "lift_fresh"),
         scales_first=any(a.name == "beta" and a.kwarg_only for a in schema.arguments) and not writes,
         running_stats=_RUNNING_STATS.get(name),
     )

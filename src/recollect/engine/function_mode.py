@@ -116,7 +116,6 @@ class FunctionMode(TapeMode):
             node.add_output(output)
 
     def _argument(self, tensor: torch.Tensor, name: str) -> TapeValue:
-        """Return the value of an argument: the dropped one if known, else one that holds the tensor."""
         storage = tensor.untyped_storage()
         known = self.known_value(tensor, storage)
         if known is None:

@@ -155,7 +155,6 @@ class FunctionRun:
         self.autocast = autocast_now({tensor.device.type for tensor in self._given})
 
     def keep(self, reason: str) -> None:
-        """Note why it cannot run again; the first reason stays."""
         self.kept_because = self.kept_because or reason
 
     # Before

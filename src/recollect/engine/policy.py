@@ -128,7 +128,6 @@ class PlanPolicy:
         return Action.KEEP if unit is None else unit.output
 
     def tell(self, unit_path: str, value_name: str) -> None:
-        """Say that a unit has computed a value that the plan does not name."""
         if self.departs is not None:
             self.departs(unit_path, value_name)
             return
@@ -272,7 +271,6 @@ class TapeState:
         return held, version_of(tensor)
 
     def must_keep(self, facts: OpFacts) -> bool:
-        """Whether the results of an op are kept whatever the policy says."""
         if facts.is_random and SwitchedOff.RANDOM_OPS in switched_off():
             return True
         return facts.keeps and (self.agreement is None or not facts.may_replay)

@@ -27,10 +27,7 @@ def stream_of(tensor: torch.Tensor) -> Stream | None:
 
 
 def read_here(tensor: torch.Tensor, stream: Stream) -> None:
-    """Make the current stream wait for the tensor's, and keep the tensor's memory until the current stream is done.
-
-    Do nothing if they are the same stream.
-    """
+    """Make the current stream wait for the tensor's, if that is a different one, and keep the memory until it is done."""
     here = stream_of(tensor)
     if here is None or here == stream:
         return

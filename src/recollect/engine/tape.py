@@ -138,7 +138,6 @@ class Tape(TapeState):
         return FunctionMode(self, unit_path)
 
     def tell_departures(self, departs: Callable[[str, str], object]) -> None:
-        """Tell a function of units and their values that the plan, if there is one, does not name."""
         if isinstance(self.policy, PlanPolicy):
             self.policy.departs = departs
 

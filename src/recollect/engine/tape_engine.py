@@ -33,10 +33,7 @@ to run the whole plan; and the host memory that offloaded values need, None if u
 def planned_forwards(
     model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
 ) -> list[PlacedForward]:
-    """Return forwards that run units on one tape, which keeps or drops value by value; see `recollect.engine.tape`.
-
-    Units that recompute nothing run as before.
-    """
+    """Return forwards that run units on one tape, value by value; units that recompute nothing run as before."""
     # A unit that keeps everything still belongs on the tape if a different unit may have dropped its input, holds a part, or
     # offloads, since each unit is an edge at which copies leave and come back.
     offloads = any(unit.trips for unit in units.values())

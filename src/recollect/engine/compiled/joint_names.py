@@ -137,7 +137,6 @@ class _Stems:
         return (group.module, op) in self._known
 
     def has_in_place(self, group: _Group, op: str) -> bool:
-        """Whether some of an op's calls in a group's module write in place."""
         return (group.module, op) in self._in_place
 
     def next(self, group: _Group, op: str) -> str:
@@ -224,7 +223,6 @@ def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str,
 
 
 def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
-    """Whether other ops than a group's read a node, or a view of it."""
     return any(user not in members or (is_view(user) and _is_read_outside(user, members)) for user in node.users)
 
 

@@ -1,7 +1,5 @@
 """Options with which a user's own `torch.compile` of a whole model carries out a plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from recollect.arguments import check_kind

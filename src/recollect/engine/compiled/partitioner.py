@@ -291,7 +291,6 @@ class _Tags:
 
 
 def _must_keep(op: Any, value: Any) -> bool:
-    """Whether results of an op are kept whatever the plan says."""
     facts = facts_of(op)
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
     return facts.keeps or facts.draws_elsewhere or varies_on_cuda(facts, value) or (facts.is_random and not is_drawn)

@@ -4,8 +4,6 @@ A binding takes a third to a half of the time of `OpOverload._op`, which is most
 whose binding comes to the same op with the same arguments; a test looks at each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

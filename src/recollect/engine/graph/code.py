@@ -5,8 +5,6 @@ of the two is no longer needed. Backward can be a generator, which hands gradien
 are there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias

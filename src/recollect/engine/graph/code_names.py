@@ -1,7 +1,5 @@
 """Finds the facts that a model's code depends on, by the names it uses: Dynamo's guards do not see all of them."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cuts a trace by a plan, as `recollect.programs.cut` cuts its record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Writes a trace down as a joint record: numbers, without torch, from which programs are cut and played."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Runs Dynamo's graph of a unit, with the module that each op belongs to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

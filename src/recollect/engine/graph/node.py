@@ -129,7 +129,6 @@ class TracedUnit:
         return given, program
 
     def backward(self, call: _Call, gradients: list[Any]) -> tuple[Any, ...]:
-        """Run backward; `gradients` are those of the node's outputs."""
         given, program = self._given(call, gradients)
         found = call.as_in_forward(program.backward, given)
         return None, *self._in_order(found, program, self._all_inputs)

@@ -5,8 +5,6 @@ results, for arguments that are not contiguous, or in their types, for arguments
 other strides it runs other ops. So such an op runs once, on zeros: its result is as large as in backward, and is freed at once.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """Notes the ops that run on fake tensors, forward's and backward's, and which of their tensors are the same."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

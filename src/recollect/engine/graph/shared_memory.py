@@ -1,7 +1,5 @@
 """Tells whether the inputs of a call share memory as those of the traced one did."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

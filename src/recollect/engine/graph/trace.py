@@ -6,8 +6,6 @@ anything. Which formulas run in backward, and on which strides, depends on the g
 for each kind of these.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -93,7 +93,6 @@ class TracedOp:
 
     @property
     def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes and strides of its results."""
         return [output.layout[:2] for output in self.outputs if output is not None]
 
 

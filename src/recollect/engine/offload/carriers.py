@@ -215,12 +215,7 @@ def carrier_for(device: torch.device) -> Carrier:
 
 
 class Host:
-    """Host memory for a device, as large as values need where that is known, and what copies them.
-
-    Attributes:
-        num_missed: values that were asked for, or written to, at another moment than the plan says.
-        stalled_s: seconds that computation has waited for copies, on the CPU.
-    """
+    """Host memory for a device, as large as values need where that is known, and what copies them; counts: see `HostUse`."""
 
     def __init__(self, device: torch.device, most_bytes: int | None) -> None:
         self.device = device

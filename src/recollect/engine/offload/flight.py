@@ -83,10 +83,7 @@ class Offload:
         return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed, sent_bytes)
 
     def begin_call(self, *, is_inside: bool) -> Place:
-        """Return the flight that a unit's call belongs to, and its number there.
-
-        `is_inside`: a different unit's call is running.
-        """
+        """Return the flight that a unit's call belongs to, and its number there; `is_inside`: another unit's call runs."""
         if is_capturing():
             raise refused(
                 "action",
@@ -170,7 +167,6 @@ class Flight:
         self._reached = -1
 
     def mark(self, packed: Any, call: int) -> Mark:
-        """Return the stand-in for a tensor that autograd saves while a call runs."""
         self._num_marks += 1
         self._marks[call] += 1
         self._waiting[call] += 1

@@ -27,10 +27,7 @@ _BACK = "back"
 
 
 class Offloaded:
-    """One value on its trip.
-
-    It was just computed, and holds no graph. `label`: path of the unit, and name of the value in it.
-    """
+    """One value on its trip, just computed and without a graph; `label`: path of the unit, and name of the value in it."""
 
     __slots__ = (
         "__weakref__", "_arriving", "_back", "_device", "_host", "_label", "_layout", "_nbytes", "_out", "_problem", "_slot",
@@ -98,7 +95,6 @@ class Offloaded:
             self._give_back()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
-        """Return the tensor when something asks for it."""
         if self._arriving is None:
             self._host.num_missed += 1
         tensor = self._tensor
