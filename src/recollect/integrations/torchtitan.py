@@ -47,7 +47,6 @@ with needed("torchtitan", by="recollect.integrations.torchtitan"):
 
 __all__ = ["MemoryBudget"]
 
-_PLAN_FILE: Final = "recollect_plan.json"
 _HIDDEN_ATTENTION: Final = ("FlexAttention", "VarlenAttention")
 
 
@@ -162,7 +161,7 @@ class MemoryBudget(ActivationCheckpointing):
             if self.dump_folder and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 folder = Path(self.dump_folder)
                 folder.mkdir(parents=True, exist_ok=True)
-                plan.save(folder / _PLAN_FILE)
+                plan.save(folder / "recollect_plan.json")
         logger.info(_line(plan, config, time.perf_counter() - started))
 
     def _check_batch(self, args: tuple[Any, ...], num_tokens: int) -> None:

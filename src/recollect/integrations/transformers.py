@@ -9,7 +9,7 @@ deepspeed 0.19.8.
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
@@ -32,8 +32,6 @@ with needed("transformers", by="recollect.integrations.transformers"):
     from transformers.utils import logging
 
 __all__ = ["MemoryBudget", "enable_memory_budget"]
-
-_CHECKPOINTING: Final = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def enable_memory_budget(
@@ -236,7 +234,7 @@ def _check_version() -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    for name in _CHECKPOINTING:
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
         if getattr(args, name, False):
             raise ConfigError(
                 settings={name: True},

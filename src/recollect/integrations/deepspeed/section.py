@@ -144,11 +144,9 @@ class ActivationCheckpointing:
                 expected = "a whole number, 1 or more, or None" if is_number else "True or False"
                 raise ConfigError(settings={field.name: value}, reason="no such value", advice=f"Set it to {expected}.")
         if self.contiguous_memory_optimization and not self.partition_activations:
-            self._fail(
-                "contiguous_memory_optimization", "partition_activations", "only partitioned values are put together"
-            )
+            self._refuse_contiguous("partition_activations", "only partitioned values are put together")
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
-            self._fail("contiguous_memory_optimization", "number_checkpoints", "its buffers are sized by that number")
+            self._refuse_contiguous("number_checkpoints", "its buffers are sized by that number")
         if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
             _warn("number_checkpoints", "it sizes the buffers of contiguous_memory_optimization, which is off")
         if self.synchronize_checkpoint_boundary:
@@ -156,9 +154,10 @@ class ActivationCheckpointing:
         if self.profile:
             _warn("profile", "recollect.layer_usage has the times of what runs again")
 
-    def _fail(self, setting: str, other: str, reason: str) -> None:
-        settings = {name: getattr(self, name) for name in (setting, other)}
-        raise ConfigError(settings=settings, reason=reason, advice=f"Set {other}, or leave out {setting}.")
+    def _refuse_contiguous(self, other: str, reason: str) -> None:
+        settings = {name: getattr(self, name) for name in ("contiguous_memory_optimization", other)}
+        advice = f"Set {other}, or leave out contiguous_memory_optimization."
+        raise ConfigError(settings=settings, reason=reason, advice=advice)
 
     def refuse_not_yet(self, advice: str) -> None:
         """Raise for values split among ranks, or in host memory; the error gives the advice."""

@@ -26,7 +26,6 @@ MEGATRONS_DEFAULTS: Final = ("--fake", "--pipeline-engine=megatron", "--make-voc
 _PRELUDE: Final = """exit() { :; }; set() { :; }; cd() { :; }; source() { :; }; kill() { :; }; exec() { "$@"; }
 command_not_found_handle() { :; }
 """
-_SECONDS: Final = 20
 # Commands in its trace, except what only mentions one.
 _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.* --num-layers[ =].*)$", re.MULTILINE)
 _IN_A_WORD: Final = re.compile(r"\s--num-layers[\s=]")
@@ -112,7 +111,7 @@ def _script_words(text: str, where: str) -> list[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=20,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as problem:
