@@ -1,7 +1,5 @@
 """A training step as a CUDA graph: one for each kind of batch, in one memory pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,9 +33,7 @@ class _Graph:
     """A captured step.
 
     Attributes:
-        loss: what it writes.
         gradients: of each parameter that has one; it writes them, or adds to them.
-        replay: runs the step again.
     """
 
     loss: torch.Tensor

@@ -16,9 +16,6 @@ class StaticBatch:
     """A copy of a batch, for the graph to read; other batches of the same kind are copied into it.
 
     It is on the device of the step: code that reads a tensor on the host would read this one, and only while it is captured.
-
-    Raises:
-        ConfigError: a tensor of the batch requires grad.
     """
 
     def __init__(self, batch: Any, device: torch.device) -> None:
@@ -39,11 +36,7 @@ class StaticBatch:
 
 
 def kind_of(batch: Any) -> Hashable:
-    """Return what a graph fixes of a batch: all but what its tensors hold, and where they are.
-
-    Raises:
-        ArgumentError: something in it is neither a tensor nor hashable.
-    """
+    """Return what a graph fixes of a batch: all but what its tensors hold, and where they are."""
     leaves, structure = tree_flatten(batch)
     try:
         kind = (
@@ -85,11 +78,7 @@ class ModelState:
         )
 
     def check(self) -> None:
-        """Check that the model's tensors are where the graph reads them.
-
-        Raises:
-            ConfigError: one is elsewhere.
-        """
+        """Check that the model's tensors are where the graph reads them."""
         now = self._now()
         if now == self._addresses:
             return

@@ -51,14 +51,8 @@ def plan_for_pool(
 ) -> PoolPlan:
     """Return the plan with the least recompute found whose pool, and what is beside it, are within a budget.
 
-    Args:
-        profile: of a step that begins without gradients, or adds to them.
-        budget: as for `recollect.plan`; a percentage is of what the step needs as a graph without recompute.
-        engine: as for `recollect.plan`.
-        others: of graphs that are captured in the same pool before.
-
-    Raises:
-        BudgetTooSmallError, QuantityError: as `recollect.plan`.
+    The step begins without gradients, or adds to them. A percentage is of what it needs as a graph without recompute.
+    `others`: of graphs that are captured in the same pool before.
     """
     kept = profile.for_capture()
     plain_bytes = sized(kept, classic_plan(kept, "keep_all"), others).total_bytes

@@ -67,9 +67,6 @@ class PolicyTape(Tape):
 
     Attributes:
         kept, offloaded: names of the values that the policy saved, and offloaded, by unit path.
-
-    Raises:
-        ConfigError: it is not a `create_selective_checkpoint_contexts`.
     """
 
     def __init__(self, context_fn: Callable[[], Contexts], *, only_asks: bool = False) -> None:

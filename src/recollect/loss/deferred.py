@@ -67,7 +67,6 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls, recipe: _Recipe) -> DeferredLogits:
-        """Return a tensor without memory, with the shape and dtype of the logits."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
         )

@@ -44,10 +44,6 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
     The model or a module in it has an integer attribute `loss_chunks`, or has a head (`get_output_embeddings()`, a plain
     `nn.Linear`) and a `forward` with `labels`. Forwards without labels run as before; under `no_grad` they do, too, unless
     `without_gradients`.
-
-    Raises:
-        ChunkedLossError: the model is of neither kind, or its head does more than a matrix product.
-        AlreadyAppliedError: the model already computes its loss in chunks.
     """
     if num_chunks == 1:
         return []

@@ -70,9 +70,6 @@ def split_head(
 
     Hidden states are the same on all ranks, or a DTensor, which may be split along the sequence; weight and bias are this
     rank's part, or DTensors of all parts.
-
-    Raises:
-        ChunkedLossError: a DTensor that is split differently, or over other ranks, or into more parts than there are words.
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)

@@ -57,11 +57,7 @@ class Cut:
 
 
 def cut(joint: JointRecord, is_kept: IsKept) -> Cut:
-    """Cut a traced unit.
-
-    Raises:
-        UntraceableError: something would have to run again that cannot.
-    """
+    """Cut a traced unit; raise `UntraceableError` if something would have to run again that cannot."""
     run_between: dict[int, None] = {}  # In the order in which they were found.
     must_keep: set[int] = set()
     while True:
@@ -112,7 +108,6 @@ def _scheduled(joint: JointRecord, forward: _Forward) -> _Schedule:
 
 
 def _forward(joint: JointRecord, saved: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ops of forward, without views that nothing reads."""
     read = {*joint.outputs, *saved}
     found = []
     for number in reversed(range(joint.num_forward)):

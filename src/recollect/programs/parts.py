@@ -1,7 +1,5 @@
 """Divides a unit's backward into parts, each of which hands over the gradients that are there at its end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -5,8 +5,6 @@ freed with its last tensor; an op needs its workspace while it runs. After backw
 of an input, into the first one if nothing else holds that.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,13 +141,8 @@ class _Memory:
     ) -> Iterator[int]:
         """Run ops; yield the values of outside memory that is released.
 
-        Args:
-            numbers: of the ops.
-            given: the tensors that are there.
-            results: those that stay.
-            states: the bytes of the state of a generator that an op leaves; negative if it lets go of one.
-            sums: see `Cut`.
-            parts: inputs whose gradients are handed over, and the number of ops that have run then.
+        `states`: the bytes of the state of a generator that an op leaves; negative if it lets go of one. `sums`: see `Cut`.
+        `parts`: inputs whose gradients are handed over, and the number of ops that have run then.
         """
         last = self._last_readers(numbers, given)
         yield from self._let_go([one for one, position in last.items() if position < 0 and one not in results])

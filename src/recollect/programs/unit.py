@@ -1,7 +1,5 @@
 """Cuts and plays the traced units of a profile, each in each way once."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 
@@ -48,7 +46,6 @@ def ops_again(graph: UnitGraph, recomputed: frozenset[int]) -> tuple[OpRecord, .
 
 @cache
 def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
-    """Return the seconds of the ops that a traced unit runs again."""
     return math.fsum(op.time_s for op in ops_again(graph, recomputed))
 
 
@@ -66,11 +63,7 @@ def returned_values(graph: UnitGraph) -> frozenset[int]:
 def played_unit(
     graph: UnitGraph, recomputed: frozenset[int], device: str, *, is_chained: bool, is_retained: bool = False
 ) -> VariantRecord:
-    """Return the memory use of a unit that runs from its trace on a type of device; see `play`.
-
-    Raises:
-        ValueError: it stays on the tape.
-    """
+    """Return the memory use of a unit that runs from its trace on a type of device; see `play`."""
     made = cut_unit(graph, recomputed)
     if made is None:
         raise ValueError("the unit has no trace that can be cut so, expected one")

@@ -107,11 +107,7 @@ class Group(Ranks):
         raise RecordError(f"{where}: {first}") from problem
 
     def _common(self, flags: Sequence[bool], place: Place) -> list[bool]:
-        """Return for each flag whether it is set in all processes.
-
-        Raises:
-            RecordError: they are not all at this place.
-        """
+        """Return for each flag whether it is set in all processes; raise if they are not all at this place."""
         asked = [*(place is other for other in Place), *flags]
         common = torch.zeros(len(Place) + _MOST_FLAGS, dtype=torch.uint8)
         common[: len(asked)] = torch.tensor(asked)
@@ -141,11 +137,7 @@ class Group(Ranks):
 
 
 def group_of(ranks: Sequence[int], call: str) -> Ranks:
-    """Return some processes as a group, once all of them have called this.
-
-    Raises:
-        RecordError: some of them do not take part, or they cannot connect.
-    """
+    """Return some processes as a group, once all of them have called this."""
     # PyTorch's fake group has no other processes.
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return ALONE

@@ -34,10 +34,6 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
     """Return the processes that run one plan, once all of them are here; `call` is the one under way, for errors.
 
     There are several if DistributedDataParallel wraps the model, or FSDP2 or a device mesh spreads its parameters.
-
-    Raises:
-        ArgumentError: the group is none, or this process is not in it.
-        RecordError: the model is spread over two groups, neither in the other; or a different process does not call.
     """
     if isinstance(group, str) and group == "alone":
         return ALONE
@@ -80,12 +76,7 @@ def _no_group(group: object, call: str, reason: str) -> ArgumentError:
 
 
 def check_alike(ranks: Ranks, model: nn.Module, settings: Mapping[str, object]) -> None:
-    """Check that all processes are about to do the same.
-
-    Raises:
-        ConfigError: a setting differs in some process.
-        RecordError: a model is.
-    """
+    """Check that all processes have the same model and settings."""
     if ranks.is_alone:
         return
     own = _Described(
@@ -177,11 +168,7 @@ def common_plan(
 
 
 def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
-    """Check that all processes are about to run the same plan, or the same plans of micro-batches.
-
-    Raises:
-        PlanError: they are not.
-    """
+    """Check that all processes are about to run the same plan, or the same plans of micro-batches."""
     if ranks.is_alone:
         return
     found = ranks.gather([digest_of(plan.units, plan.loss_chunks)[:8] for plan in plans], Place.START)
@@ -286,11 +273,7 @@ class Presence:
         self._notes.leave("here")
 
     def check(self, *, is_after_barrier: bool) -> None:
-        """Check that all processes have left their messages.
-
-        Raises:
-            RecordError: some have not.
-        """
+        """Check that all processes have left their messages."""
         self.tell()
         if self._notes is None:
             return
