@@ -44,6 +44,17 @@ MUTATIONS = (
         (("self.backwards.before.remove(tensors_held((args, kwargs)))", "pass"),),
     ),
     Mutation(
+        "copies-run-as-the-model",
+        "a copy of the attached model with weights of its own runs on the model's: gradients are wrong in silence",
+        "attaching/placement.py",
+        (
+            (
+                "            leave_copy(called)\n            return called.forward(*args, **kwargs)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutation(
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",

@@ -1,6 +1,7 @@
-"""Function transforms and forward-mode differentiation anywhere in a step: bit for bit as without recollect."""
+"""Function transforms, forward-mode differentiation and inner steps anywhere in a step: bit for bit as without recollect."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -119,3 +120,33 @@ def test_a_model_is_exported_and_traced_as_without_a_plan(handles: Callable[...,
             optimizer.step()
             assert graphs(model, batch) == expected
         assert getattr(handle, "num_steps", 3) == 3
+
+
+def stepped_copy(module: nn.Module, gradients: Iterator[Tensor]) -> nn.Module:
+    """Copy attributes one by one, with weights of its own, as learn2learn and higher do."""
+    made = copy.copy(module)
+    weights = {name: weight - 0.1 * next(gradients) for name, weight in module.named_parameters(recurse=False)}
+    children = {name: stepped_copy(child, gradients) for name, child in module.named_children()}
+    vars(made).update(_parameters=weights, _modules=children)
+    return made
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_a_copy_that_takes_inner_steps_has_its_own_weights(engine: Any) -> None:
+    def trained(is_attached: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, batch = Net(*(Block(lambda f, x: f(x)) for _ in range(2))), torch.randn(4, 8)
+        model[0].down.forward = model[0].down.forward  # The user's own, which copies share.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if is_attached:
+            recollect.attach(model, optimizer, "1MiB", engine=engine, log=lambda _: None)
+        for _ in range(3):
+            loss = model(batch).square().mean()
+            inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            copied = stepped_copy(model, iter(inner))
+            (copied(batch) + copied(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(is_attached=True), trained(is_attached=False)))

@@ -137,9 +137,9 @@ def without_call(model: nn.Module) -> str:
         )
     return (
         f"the optimizer stepped, but {type(model).__name__} was not called with gradients on, so nothing was planned: the loop "
-        "calls parts of it one by one, or calls it inside torch.func.grad or vmap, where nothing can be planned. Call the "
-        "model, and take gradients of its loss by backward() or torch.autograd.grad; or put a forward by parts into "
-        "attached.call(...)"
+        "calls parts of it one by one, or copies of it, or calls it inside torch.func.grad or vmap, where nothing can be "
+        "planned. Call the model, and take gradients of its loss by backward() or torch.autograd.grad; or put a forward by "
+        "parts into attached.call(...)"
     )
 
 

@@ -128,6 +128,23 @@ class PlacedForward:
             del vars(self.module)["forward"]
 
 
+def leave_copy(copied: nn.Module) -> None:
+    """Restore the forwards of a module whose attributes were copied one by one, ours among them, with all modules in it.
+
+    As `copy.copy` and libraries of meta-learning copy: with ours it would run as the original, on the original's weights.
+    """
+    for module in copied.modules():
+        forward, had_own_forward = vars(module).get("forward"), True
+        if not isinstance(forward, PlacedForward) or forward.module is module:
+            continue
+        while isinstance(forward, PlacedForward):
+            had_own_forward, forward = forward.had_own_forward, forward.forward
+        if had_own_forward:
+            vars(module)["forward"] = forward
+        else:
+            del vars(module)["forward"]
+
+
 class Handle:
     """Something in place on a model of this process, until `remove()` or the end of a with-block."""
 
