@@ -29,7 +29,19 @@ MUTATIONS = (
         "graph-casts-of-its-own",
         "under autocast, a traced unit casts a parameter that another module has, too, or another call of it",
         "engine/graph",
-        (("if kind not in self._has_traced and keeps_casts():", "if False:"),),
+        (("if any_autocast_is_enabled() and keeps_casts():", "if False:"),),
+    ),
+    Mutation(
+        "graph-casts-looked-at-once",
+        "a layer that ran from a trace goes on so when it is called twice under one autocast",
+        "engine/graph",
+        (("if any_autocast_is_enabled() and keeps_casts():", "if kind not in self._has_traced and keeps_casts():"),),
+    ),
+    Mutation(
+        "graph-casts-kept-around",
+        "a traced unit that turns autocast on casts by itself, where a block around it keeps the casts",
+        "engine/graph",
+        (("return self._enters_autocast and keeps_casts()", "return False and keeps_casts()"),),
     ),
     Mutation(
         "graph-whole-chain-only",

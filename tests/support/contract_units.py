@@ -1346,6 +1346,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
     r"it calls aten\.transpose_\.default on an input, or on a tensor with views": ("layout changed beside a view",),
+    "it turns autocast on where a block around it has it off": ("autocast inside a block that is off",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
@@ -1402,4 +1403,9 @@ units(
     },
     # Several readers of each, whose gradients are added up in one order.
     calls=lambda units, x: [read(one) for one in units[0](x) for read in (Tensor.sin, Tensor.cos, Tensor.tanh)],
+)
+units(
+    {"autocast inside a block that is off": _autocast_inside},
+    around=partial(torch.autocast, "cpu", enabled=False),
+    calls=lambda units, hidden: units[0](units[0](hidden)),
 )

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import any_autocast_is_enabled
-
 
 def keeps_casts() -> bool:
-    return any_autocast_is_enabled() and torch.is_autocast_cache_enabled()
+    """Whether casts that are made now are kept for the code that follows: in a block of autocast, where it may be off."""
+    level = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return level > 1 and torch.is_autocast_cache_enabled()
 
 
 def kept_casts(device: torch.device) -> Any:
@@ -27,4 +28,4 @@ def kept_casts(device: torch.device) -> Any:
 
 @functools.cache
 def _probe(device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(1, 1, device=device, dtype=torch.float32))
+    return nn.Parameter(torch.zeros(0, 0, device=device, dtype=torch.float32))

@@ -21,6 +21,7 @@ from policies import FULL
 from recollect._torch_dynamo import raised_by_tracing
 from recollect._torch_parallel import SPLITS_FUNCTIONS, fake_process_group, split_backward
 from recollect.engine.facts import facts_of
+from recollect.engine.graph.code_names import names_in
 from recollect.engine.graph.real_layouts import laid_out
 from recollect.engine.graph.trace import FakeTensorMode
 from recollect.engine.placed_forward import Applied
@@ -66,6 +67,12 @@ def _tied() -> nn.Module:
     return made
 
 
+def _with_a_shared_module() -> nn.Module:
+    made = model()
+    made[2].up = made[0].up
+    return made
+
+
 def _under_autocast(trained: Any) -> Tensor:
     with bfloat16:
         loss: Tensor = trained(X).square().mean()
@@ -94,6 +101,7 @@ def _of_a_leaf(trained: Any) -> Tensor:
     [
         (_under_autocast, model, ""),
         (_under_autocast, _tied, "autocast keeps the cast of a parameter that other modules have, too"),
+        (_under_autocast, _with_a_shared_module, "autocast keeps the cast of a parameter that other modules have, too"),
         (
             _two_under_one_autocast,
             model,
@@ -107,6 +115,17 @@ def test_casts_that_autocast_shares(run: Callable[[Any], Tensor], new: Callable[
     with pytest.warns(ConfigWarning, match=why_not) if why_not else nullcontext():
         handle = is_equal(run, new)
     assert traced_forwards(handle)[0].why_not == why_not
+
+
+def test_a_traced_layer_that_is_called_twice_under_one_autocast_later() -> None:
+    """The first such step adds up in 32 bits: by the second call, the first one has made its own casts."""
+    plain, planned = model(), model()
+    with traced(planned, PATHS, FULL):
+        for run in (_under_autocast, _under_autocast):
+            assert_same_gradients(step(plain, run), step(planned, run))
+        with pytest.warns(ConfigWarning, match="called several times under one autocast"):
+            step(planned, _two_under_one_autocast)
+        assert_same_gradients(step(plain, _two_under_one_autocast), step(planned, _two_under_one_autocast))
 
 
 def _closure(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +153,13 @@ def test_modules_that_were_given_a_forward(wrap: Callable[..., Any], is_inside: 
         return made
 
     assert [one.why_not for one in traced_forwards(is_equal(plainly, wrapped))] == [""] * len(PATHS)
+
+
+def test_code_that_belongs_to_no_module() -> None:
+    names: dict[str, Any] = {}
+    exec("def doubled(x): return scale(2 * x)", names)
+    assert names["doubled"].__module__ is None
+    assert names_in(names["doubled"]) == {"scale"}
 
 
 def test_threads_that_trace_at_the_same_time() -> None:

@@ -76,7 +76,7 @@ def _followed(function: Any, kind: type | None) -> Iterator[tuple[set[str], insp
 
 
 def _is_followed(function: FunctionType, kind: type | None) -> bool:
-    package = function.__module__.partition(".")[0]
+    package = (function.__module__ or "").partition(".")[0]  # None for functions that `exec` has made of a text.
     return package != "torch" and (kind is None or package == kind.__module__.partition(".")[0])
 
 

@@ -165,8 +165,8 @@ class GraphForward(PlacedForward):
         ):
             tensors = tensors_in((args, kwargs))
             kind = self._kind_of(tensors)
-            if kind not in self._has_traced and keeps_casts():
-                self._look_at_casts(tensors)
+            if any_autocast_is_enabled() and keeps_casts():
+                self._look_at_casts(tensors, is_new=kind not in self._has_traced)
             if kind in self._noted:
                 try:
                     return self._from_trace(kind, args, kwargs)
@@ -182,22 +182,23 @@ class GraphForward(PlacedForward):
         settings = current_settings(NO_MODES).values + op_choices()
         return settings, self.module.training, autocast, *[(one.shape, one.dtype, spec_of(one)) for one in tensors]
 
-    def _look_at_casts(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _look_at_casts(self, tensors: Sequence[torch.Tensor], *, is_new: bool) -> None:
         """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
-        parameters = {id(one) for one in self.module.parameters()}
-        inside = {id(part) for part in self.module.modules()}
-        others = [part for part in self.applied.model.modules() if id(part) not in inside]
-        shared = {id(one) for part in others for one in part.parameters(recurse=False)} & parameters
         casts = kept_casts(next(self.module.parameters(), torch.empty(0)).device)
         if any(one.is_leaf and one.requires_grad for one in tensors):
             self._leave_to_tape("autocast keeps the cast of its input for all that read it")
-        elif shared:
+        elif is_new and self._shares_parameters():
             self._leave_to_tape("autocast keeps the cast of a parameter that other modules have, too")
         elif casts is self._casts:
             self._leave_to_tape(
                 "it is called several times under one autocast, which keeps the casts of its parameters"
             )
         self._casts = casts
+
+    def _shares_parameters(self) -> bool:
+        others = self.applied.model.named_modules(memo={self.module})  # With those inside it that others hold, too.
+        shared = {one for _, part in others for one in part.parameters(recurse=False)}
+        return not shared.isdisjoint(self.module.parameters())
 
     def _from_trace(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Run the unit as traced; trace it first if no trace fits; raise `_NotTracedError` if it cannot be."""
@@ -335,6 +336,10 @@ class GraphForward(PlacedForward):
             )
         check_code(self.module)
         trace = Trace(graph, inputs, self._scopes_of(graph))
+        if trace.shares_casts():
+            raise UntraceableError(
+                "it turns autocast on where a block around it has it off, and keeps the casts of its weights"
+            )
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if not op.facts.changes_nothing]
         if found != noted:

@@ -24,11 +24,13 @@ from recollect._torch_private import (
     DATA_DEPENDENT,
     FakeTensorMode,
     HigherOrderOperator,
+    any_autocast_is_enabled,
     desugars,
     disable_autocast,
     is_fake_tensor,
     next_autograd_node,
 )
+from recollect.engine.autocast_casts import keeps_casts
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.recorder import Recorder
 from recollect.engine.graph.shared_memory import OtherMemoryError, SharedMemory
@@ -149,6 +151,9 @@ class Trace:
         self.num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
         self._memory = SharedMemory(self.inputs, self.ops)
+        self._enters_autocast = any(
+            getattr(node.target, "__name__", "") == "_enter_autocast" for node in graph.graph.nodes
+        )
 
     def _check_outputs(self, num_nodes: int) -> None:
         """Refuse anything that autograd would have to be told of; `num_nodes`: of its graph, as the unit returned."""
@@ -208,8 +213,14 @@ class Trace:
         """Return the tensors that programs read: of DTensors, what this process holds."""
         return [local_part(one) for one in inputs] if self.spread_inputs else inputs
 
+    def shares_casts(self) -> bool:
+        """Whether autocast would keep casts that it makes in a block of its own, as one around it is off."""
+        return self._enters_autocast and keeps_casts() and not any_autocast_is_enabled()
+
     def check_fits(self, inputs: Sequence[Any], parts: Sequence[Any]) -> None:
         """Raise `OtherMemoryError` if guards do not see that the trace does not fit. `parts`: see `parts_of`."""
+        if self.shares_casts():
+            raise OtherMemoryError
         for index, dtype in self._dtypes.items():
             if grad_dtype_of(inputs[index]) is not dtype:
                 raise OtherMemoryError
