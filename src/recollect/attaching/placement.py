@@ -346,8 +346,9 @@ def obstacle(device: torch.device) -> str:
     if current_backward() >= 0:
         # PyTorch restores the thread's state after each node, and with it would switch off the recorder's modes.
         return (
-            "the model is called within backward, as by torch.utils.checkpoint with use_reentrant=True, where no step can be "
-            "recorded: running at the leanest. Pass use_reentrant=False, or leave the checkpoint out"
+            "the model is called within backward, as by torch.utils.checkpoint with use_reentrant=True or a hook of a tensor "
+            "(GradCache), where no step can be recorded: running at the leanest. Pass use_reentrant=False, or call the model "
+            "outside of backward"
         )
     return ""
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import python_backward
-from recollect._torch_private import current_autograd_node, uncompiled
+from recollect._torch_private import accumulates_gradient, current_autograd_node, uncompiled
 from recollect.applying import already_applied
 from recollect.engine.own_checkpoints import running_unit, tell_once
 from recollect.engine.placed_forward import PlacedForward, forward_name, forward_of_user
@@ -232,6 +232,8 @@ class UnitWatch:
     def meet_other(self, unit: WatchedUnit) -> None:
         """Report that something other than a plan reruns a unit in backward; raise if that depends on what the unit saves."""
         function = python_backward()
+        if function is None and accumulates_gradient():
+            return  # A hook of a tensor runs the model: it has no other gradients.
         if function is None:
             by = "hooks of its own on saved tensors"
             raise already_applied(unit.path, by, "call it without them")

@@ -165,6 +165,36 @@ def test_a_model_that_is_called_within_backward_only_is_not_recorded() -> None:
         assert not profiler_is_active()
 
 
+def test_a_tensors_hook_may_call_the_model() -> None:
+    """As GradCache of sentence-transformers does: the first call has no gradients, the second gives them to the loss's hook."""
+
+    def step(model: nn.Module) -> None:
+        rows = torch.ones(16, 32)
+
+        def again(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (model(rows) * gradient).sum().backward()
+
+        with torch.no_grad():
+            found = model(rows)
+        loss = found.mean().requires_grad_()
+        loss.register_hook(again)
+        loss.backward()
+
+    with attached_loop() as (model, optimizer, attached):
+        plain = Model()
+        plain.load_state_dict(model.state_dict())
+        step(plain)
+        with pytest.warns(
+            BudgetWarning, match=r"use_reentrant=True or a hook of a tensor \(GradCache\), where no step"
+        ):
+            step(model)
+        for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(expected.grad, got.grad)
+        optimizer.step()
+        assert (attached.num_steps, attached.recorded_steps) == (1, [])
+
+
 @pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="the profiler of an older PyTorch fails when it ends, and stays on"
 )
