@@ -56,7 +56,8 @@ def _wrapped_by(optimizer: Any) -> Any:
     # Its inner optimizer has this rank's share of the parameters.
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         return optimizer.optim
-    inner = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
+    names = ("optimizer", "optim", "original_optimizer")  # The last one is Opacus's.
+    inner = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
     if inner is None or not hasattr(inner, "param_groups") or not hasattr(inner, "state"):
         return None
     return inner if getattr(optimizer, "state", inner.state) is inner.state else None

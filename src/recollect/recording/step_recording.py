@@ -42,6 +42,7 @@ from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, keys_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, plain_step_times
+from recollect.tensors import tensors_held
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
@@ -205,7 +206,12 @@ class StepRecording:
         freed_at, parameters = self._freed_at.get, list(self.model.parameters())
         # Megatron's loops free those of its copies where they clear its gradient buffers, which is before forward.
         with_gradients = [*parameters, *beside_parameters(parameters, "main_param")]
-        self._gradients = {one: freed_at(id(p), 0) for p in with_gradients for one in keys_outside([p.grad])}
+        # Opacus holds gradients of each sample on the parameters, until `zero_grad` frees all of a parameter's.
+        self._gradients = {
+            one: freed_at(id(p), 0)
+            for p in with_gradients
+            for one in keys_outside(tensors_held([p.grad, *map(vars(p).get, ("grad_sample", "summed_grad"))]))
+        }
         made = keys_outside(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()

@@ -151,6 +151,30 @@ def test_what_a_model_or_its_teacher_returned_in_the_last_step_lives_until_it_re
     assert 0 <= plan.predicted_peak_bytes - measured <= 2048
 
 
+def test_gradients_of_each_sample_are_freed_with_those_of_the_parameters() -> None:
+    """As Opacus holds them."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters())
+    parameters: list[Any] = list(model.parameters())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        for p in parameters:
+            p.grad_sample = [p.grad.expand(8, *p.shape).clone()]
+            p.summed_grad = p.grad_sample[0].sum(0)
+        optimizer.step()
+        for p in parameters:
+            p.grad_sample = p.summed_grad = None
+        optimizer.zero_grad()
+
+    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached:
+        step()
+    step()
+    measured = measure_peak(step, device="cpu", baseline_bytes=storage_bytes([*parameters, x])).peak_bytes
+    assert 0 <= attached.planned[0].plain_peak_bytes - measured <= 2048
+
+
 def test_gradients_of_the_last_step_that_backward_adds_to_before_they_are_freed() -> None:
     """A critic's: those from the generator's loss are thrown away, after they were added to what its own step left."""
     torch.manual_seed(0)

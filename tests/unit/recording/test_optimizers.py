@@ -59,6 +59,17 @@ class Averaged(Wrapper):
         return self.optim.state
 
 
+class Private(Wrapper):
+    """Hands everything on under a third name, as Opacus's do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.original_optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.original_optimizer.state
+
+
 class Handle:
     """No optimizer itself, and without any state."""
 
@@ -99,6 +110,7 @@ def test_wrapped_and_several() -> None:
     assert optimizers_in(first) == [first]
     assert optimizers_in(Wrapper(Wrapper(first))) == [first]
     assert optimizers_in(Averaged(first)) == [first]
+    assert optimizers_in(Private(first)) == [first]
     assert optimizers_in(Handle(first)) == [first]
     assert optimizers_in([first, (Wrapper(second), None)]) == [first, second]
     assert optimizers_in({"d": first, "g": second}) == [first, second]
