@@ -87,9 +87,16 @@ class RecordingTape(Tape):
         self.held_before = WeakMap[bool]()
 
     def note_attributes(self, model: nn.Module) -> None:
-        for module in model.modules():
-            for tensor in strided_tensors(attributes_of(module)):
-                self.held_before[tensor.untyped_storage()] = True
+        pending: list[Any] = [attributes_of(module) for module in model.modules()]
+        seen: dict[int, Any] = {}  # Containers may hold each other.
+        while pending:
+            one = pending.pop()
+            if isinstance(one, torch.Tensor):
+                for part in strided_tensors(one):
+                    self.held_before[part.untyped_storage()] = True
+            elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:
+                seen[id(one)] = one
+                pending += dict.values(one) if isinstance(one, dict) else one
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
