@@ -346,7 +346,7 @@ class Returns:
         if self._outermost is not module or transforms_are_active():
             return
         self._outermost = None
-        self.makes_cache |= isinstance(output, Mapping) and not _CACHES.isdisjoint(output)
+        self.makes_cache |= isinstance(output, Mapping) and not _CACHES.isdisjoint(output.keys())
         caller = module, torch.is_grad_enabled()
         positions = self._positions.setdefault(caller, [])
         for tensor in strided_tensors(tensors_held(output)):

@@ -199,7 +199,7 @@ class UnitSamples:
         of_arguments = _shapes(tree_leaves((args, kwargs)))
         kind = type(module), module.training, autocast, _shapes(module.parameters()), of_arguments
         first = self._kinds.setdefault(kind, call)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
         if first != call:
             if alike := self._of_calls.get(first):
                 args, kwargs = _with_own_numbers(alike, tree_leaves((args, kwargs)))

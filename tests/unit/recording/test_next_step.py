@@ -151,6 +151,38 @@ def test_what_a_model_or_its_teacher_returned_in_the_last_step_lives_until_it_re
     assert 0 <= plan.predicted_peak_bytes - measured <= 2048
 
 
+class Rows(dict[str, Tensor]):
+    """Iterates over its rows, and tells its keys by `keys`, as a TensorDict does."""
+
+    def __iter__(self) -> Any:
+        return ({name: tensor[row] for name, tensor in self.items()} for row in range(2))
+
+
+class Layer(nn.Sequential):
+    """Tells its parameters without duplicates only, as the losses of torchrl do."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+class Policy(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return Rows(loss=super().forward(x).square().mean(1))
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_layers_and_outputs_as_in_torchrl(engine: Any) -> None:
+    torch.manual_seed(0)
+    model = Policy(*(Layer(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with recollect.attach(model, optimizer, "100%", engine=engine, log=lambda _: None) as attached:
+        for _ in range(2):
+            model(torch.randn(64, 32))["loss"].mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert attached.recorded_steps == [0]
+
+
 def test_gradients_of_each_sample_are_freed_with_those_of_the_parameters() -> None:
     """As Opacus holds them."""
     torch.manual_seed(0)
