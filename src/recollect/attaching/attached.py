@@ -12,8 +12,6 @@ unit tells when it runs (`unit_watch.py`): from the first unforeseen run on, the
 and the next steps are recorded until one covers it, or memory is reserved for its extra work (`step_planner.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Measured times of steps under a plan, and of the recompute in them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple

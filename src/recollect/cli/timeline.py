@@ -1,7 +1,5 @@
 """`recollect timeline`: show the contents of a step's peak, and write its memory over time for other viewers."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 import recollect

@@ -1,7 +1,5 @@
 """Add up the time of stretches of a step while it runs, without waiting for the device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

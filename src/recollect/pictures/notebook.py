@@ -3,8 +3,6 @@
 Names of modules and values are untrusted text, and are escaped. Without matplotlib there are tables only.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterable, Sequence
 from functools import singledispatch

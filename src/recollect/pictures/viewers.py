@@ -4,8 +4,6 @@ Both hold the result of `recollect.timeline`, moment by moment: every value, by 
 its release; a recomputed value appears twice. Nothing is simulated again.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Host seconds count where the device waits for the host, device seconds elsewhere
 on the plan: the tape's Python may make a step wait that did not wait before. Then the other clock is tried, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial

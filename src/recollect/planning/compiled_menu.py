@@ -7,8 +7,6 @@ about as much as reading its input; products, attention and ops opaque to the co
 step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

@@ -4,8 +4,6 @@ Chains choose among options that vary each unit's hull by a value or a module. A
 values, and what would fit beside them is among no unit's options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Make the plan for a budget for units that run from traces, or for some of them that stay on the tape."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The overhead of Python and PyTorch around the ops of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

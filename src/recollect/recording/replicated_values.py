@@ -24,7 +24,6 @@ from recollect.tensors import tensors_in
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
 _NUM_SAMPLES: Final = 5
 
-
 _ALIKE: Final = "_recollect_alike"
 _GATHERING: Final = ("all_reduce", "all_gather", "broadcast")
 

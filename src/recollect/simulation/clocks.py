@@ -6,8 +6,6 @@ While the device always has work, kernels determine the step time; while it wait
 one clock: overhead around an op delays the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple

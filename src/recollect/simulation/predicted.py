@@ -1,7 +1,5 @@
 """Fill in a simulation's predictions for a plan: its peak, its slowdown, and how sure that is."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from typing import Final

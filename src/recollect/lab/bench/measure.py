@@ -1,7 +1,5 @@
 """Measure settings side by side on one model: first plans, then peaks and FLOPs, then step times in turns."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

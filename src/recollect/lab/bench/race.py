@@ -11,8 +11,6 @@ NOTE [ Rules of a race ]
 The machine is named here, and its allocator and Python's garbage collector are kept out of measured times. Imports no torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

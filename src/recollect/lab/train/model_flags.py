@@ -1,7 +1,5 @@
 """Flags that describe the model, named as in Megatron's `pretrain_gpt`. Imports no torch."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
