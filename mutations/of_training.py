@@ -45,11 +45,11 @@ MUTATIONS = (
     ),
     Mutation(
         "copies-run-as-the-model",
-        "a copy of the attached model with weights of its own runs on the model's: gradients are wrong in silence",
-        "attaching/placement.py",
+        "a copy of a planned model with weights of its own runs on the model's: gradients are wrong in silence",
+        "engine/placed_forward.py",
         (
             (
-                "            leave_copy(called)\n            return called.forward(*args, **kwargs)\n",
+                "            _leave_copy(called)\n            return called.forward(*args, **kwargs)\n",
                 "            pass\n",
             ),
         ),

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from recollect._torch_private import uncompiled
 from recollect.applying import applied_to, apply_own, without_plans
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.engine.placed_forward import Applied, PlacedForward, placed_call
 from recollect.errors import AlreadyAppliedError, BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
@@ -60,7 +59,7 @@ class _FittedForward(PlacedForward):
         if not has_optimizer:
             register_weakly(register_optimizer_step_post_hook, self._stepped)
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recomputes():
             self._look(args, kwargs)

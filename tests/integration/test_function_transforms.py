@@ -131,22 +131,27 @@ def stepped_copy(module: nn.Module, gradients: Iterator[Tensor]) -> nn.Module:
     return made
 
 
+@pytest.mark.parametrize("is_of_a_layer", [False, True])
+@pytest.mark.parametrize("handle", ["attach", "apply"])
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_a_copy_that_takes_inner_steps_has_its_own_weights(engine: Any) -> None:
-    def trained(is_attached: bool) -> list[Tensor]:
+def test_a_copy_that_takes_inner_steps_has_its_own_weights(handle: str, engine: Any, is_of_a_layer: bool) -> None:
+    def trained(handle: str) -> list[Tensor]:
         torch.manual_seed(0)
         model, batch = Net(*(Block(lambda f, x: f(x)) for _ in range(2))), torch.randn(4, 8)
         model[0].down.forward = model[0].down.forward  # The user's own, which copies share.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        if is_attached:
+        if handle == "attach":
             recollect.attach(model, optimizer, "1MiB", engine=engine, log=lambda _: None)
+        elif handle:
+            profile = recollect.record(model, batch, engine=engine, fake=engine == "tape", loss_fn=torch.sum)
+            recollect.apply(model, recollect.classic_plan(profile, "full").with_engine(engine))
         for _ in range(3):
             loss = model(batch).square().mean()
-            inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            copied = stepped_copy(model, iter(inner))
+            inner = iter(torch.autograd.grad(loss, list(model.parameters())))
+            copied = stepped_copy(model[0], inner) if is_of_a_layer else stepped_copy(model, inner)
             (copied(batch) + copied(batch)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return [parameter.detach() for parameter in model.parameters()]
 
-    assert all(map(torch.equal, trained(is_attached=True), trained(is_attached=False)))
+    assert all(map(torch.equal, trained(handle), trained("")))

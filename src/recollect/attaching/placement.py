@@ -5,7 +5,6 @@ In the user's loop, the watch sees the outermost calls, with gradients on, of mo
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,14 +22,13 @@ from recollect._torch_private import (
     current_backward,
     num_dispatch_modes,
     transforms_are_active,
-    uncompiled,
     untraced,
 )
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied, PlacedForward, leave_copy, tell_departures, time_reruns
+from recollect.engine.placed_forward import Applied, PlacedForward, placed_call, tell_departures, time_reruns
 from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.stopwatch import Stopwatch
@@ -122,15 +120,11 @@ class EntryForward(PlacedForward):
         self.path = path
         self.watcher = watcher
 
-    @uncompiled
+    @placed_call
     @lets_go
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
             return self.forward(*args, **kwargs)
-        called = sys._getframe(2).f_locals.get("self")  # Around `lets_go`, where PyTorch calls the forward of a module.
-        if called is not self.module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
-            leave_copy(called)
-            return called.forward(*args, **kwargs)
         return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
 
     def _run_inner(self, *args: Any, **kwargs: Any) -> Any:

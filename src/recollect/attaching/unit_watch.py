@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import python_backward
-from recollect._torch_private import accumulates_gradient, current_autograd_node, uncompiled
+from recollect._torch_private import accumulates_gradient, current_autograd_node
 from recollect.applying import already_applied
 from recollect.engine.own_checkpoints import running_unit, tell_once
-from recollect.engine.placed_forward import PlacedForward, forward_name, forward_of_user
+from recollect.engine.placed_forward import PlacedForward, forward_name, forward_of_user, placed_call
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.errors import BudgetWarning
@@ -133,7 +133,7 @@ class WatchedUnit(PlacedForward):
                 BudgetWarning,
             )
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch = self.watch
         if not watch.is_on or not self.recomputes():

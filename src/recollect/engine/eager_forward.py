@@ -16,11 +16,10 @@ from recollect._torch_private import (
     has_compiled_forward,
     is_compiled_module,
     leave_graph,
-    uncompiled,
     without_compiler,
 )
 from recollect.engine.own_checkpoints import running_unit
-from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.placed_forward import PlacedForward, placed_call, unit_module
 from recollect.engine.tape import Tape
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
@@ -65,7 +64,7 @@ def _may_place(module: nn.Module) -> bool:
 class EagerForward(PlacedForward):
     """Runs a module without the compiler."""
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_on:
             look_for_compiler(self)
@@ -82,7 +81,7 @@ class KeptUnit(EagerForward):
         self.path = path
         self.tapes = tapes
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with running_unit():
             tape = next((one for one in self.tapes if one.mode is not None), None)

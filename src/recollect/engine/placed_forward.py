@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,39 @@ def forward_of_user(module: Any) -> Any:
 
 def forward_name(forward: Any) -> str:
     return str(getattr(forward, "__qualname__", type(forward).__name__))
+
+
+def placed_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function the `__call__` of a placed forward, which copies of its module leave.
+
+    `copy.copy` and libraries of meta-learning copy a module's attributes one by one, our forwards among them: with those, a
+    copy would run as the original, on the original's weights.
+    """
+
+    @uncompiled
+    @functools.wraps(function)
+    def call(self: PlacedForward, *args: Any, **kwargs: Any) -> Any:
+        called = sys._getframe(1).f_locals.get("self")  # PyTorch's function that calls the forward of a module.
+        if called is not self.module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
+            _leave_copy(called)
+            return called.forward(*args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    return call
+
+
+def _leave_copy(copied: nn.Module) -> None:
+    """Restore the forwards of a copy, and of all modules in it."""
+    for module in copied.modules():
+        forward, had_own_forward = vars(module).get("forward"), True
+        if not isinstance(forward, PlacedForward) or forward.module is module:
+            continue
+        while isinstance(forward, PlacedForward):
+            had_own_forward, forward = forward.had_own_forward, forward.forward
+        if had_own_forward:
+            vars(module)["forward"] = forward
+        else:
+            del vars(module)["forward"]
 
 
 class PlacedForward:
@@ -126,23 +160,6 @@ class PlacedForward:
             vars(self.module)["forward"] = self.forward
         else:
             del vars(self.module)["forward"]
-
-
-def leave_copy(copied: nn.Module) -> None:
-    """Restore the forwards of a module whose attributes were copied one by one, ours among them, with all modules in it.
-
-    As `copy.copy` and libraries of meta-learning copy: with ours it would run as the original, on the original's weights.
-    """
-    for module in copied.modules():
-        forward, had_own_forward = vars(module).get("forward"), True
-        if not isinstance(forward, PlacedForward) or forward.module is module:
-            continue
-        while isinstance(forward, PlacedForward):
-            had_own_forward, forward = forward.had_own_forward, forward.forward
-        if had_own_forward:
-            vars(module)["forward"] = forward
-        else:
-            del vars(module)["forward"]
 
 
 class Handle:
@@ -319,7 +336,7 @@ class PlanPerMicroBatch(PlacedForward):
             )
         self._next = micro_batch
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes():
             return self.forward(*args, **kwargs)

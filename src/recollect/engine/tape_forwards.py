@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import are_users_hooks_active
-from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
+from recollect._torch_private import has_compiled_forward, is_compiled_module
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
 from recollect.engine.own_checkpoints import running_unit, tell_once
-from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.placed_forward import PlacedForward, placed_call, unit_module
 from recollect.engine.tape import Tape
 from recollect.measuring.stopwatch import Stopwatch
 
@@ -92,7 +92,7 @@ class UnitForward(PlacedForward):
     def tell_departures(self, departs: Callable[[str, str], object]) -> None:
         self.tape.tell_departures(departs)
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_looked:
             look_for_compiler(self)
@@ -115,7 +115,7 @@ class ScopeForward(PlacedForward):
         self.names: dict[str, str] = {}
         """By unit."""
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self.tape.mode
         if not self.has_looked:

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import nn
 
 from recollect._torch_parallel import RankNotes, gathered, has_process_group, name_of_group, notes_of_group
-from recollect._torch_private import disable_torch_dispatch, is_capturing, uncompiled
+from recollect._torch_private import disable_torch_dispatch, is_capturing
 from recollect.arguments import check_kind
 from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.facts import OpMode, facts_of
-from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.placed_forward import PlacedForward, placed_call
 from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layout_of
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
@@ -136,7 +136,7 @@ class _FirstCall(PlacedForward):
         if not self._has_run:  # Else the plan was suspended, and goes on.
             super().put()
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes():
             return self.forward(*args, **kwargs)

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import fully_sharded_parameters, gathers_inside
-from recollect._torch_private import has_global_hooks, keeps_graph, leave_graph, uncompiled, untraced, without_compiler
-from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
+from recollect._torch_private import has_global_hooks, keeps_graph, leave_graph, untraced, without_compiler
+from recollect.engine.placed_forward import PlacedForward, compiled_by_user, placed_call, unit_module, user_forward
 from recollect.engine.values import check_filled
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
 from recollect.plans.action import Action
@@ -135,7 +135,7 @@ class CompiledForward(PlacedForward):
         if self.forward != before:
             self._compiled = None
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit; compile it first, if no equal one was compiled with this plan."""
         leave_graph()

@@ -33,7 +33,6 @@ from recollect._torch_private import (
     is_capturing,
     num_dispatch_modes,
     tree_leaves,
-    uncompiled,
 )
 from recollect._torch_settings import op_choices
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
@@ -46,7 +45,7 @@ from recollect.engine.graph.shared_memory import OtherMemoryError
 from recollect.engine.graph.trace import Trace
 from recollect.engine.opcall import NO_MODES, current_settings
 from recollect.engine.own_checkpoints import running_unit
-from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
+from recollect.engine.placed_forward import PlacedForward, compiled_by_user, placed_call, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, scopes_by_unit
@@ -148,7 +147,7 @@ class GraphForward(PlacedForward):
     def tell_departures(self, departs: Callable[[str, str], object]) -> None:
         self.tape.tell_departures(departs)
 
-    @uncompiled
+    @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_looked:
             look_for_compiler(self)
