@@ -345,4 +345,4 @@ def _describe_peak(playback: Playback, phase: int) -> tuple[str, str]:
         )
         return where, f"{during}, outside of the units"
     path = playback.profile.calls[call].path
-    return path, f"{during} of {path}" + (f", while {op} runs again" if op else "")
+    return path, f"{during} of {path or 'the model'}" + (f", while {op} runs again" if op else "")

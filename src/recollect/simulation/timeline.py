@@ -160,7 +160,7 @@ class Timeline(ShownInNotebooks):
         """Return what runs at a moment, such as "backward of layers.3"."""
         call = int(self.calls[moment])
         phase = PHASES[int(self.phases[moment])]
-        return f"{phase} of {self.paths[call]}" if call >= 0 else phase
+        return f"{phase} of {self.paths[call] or 'the model'}" if call >= 0 else phase
 
 
 def timeline(profile: Profile, plan: Plan) -> Timeline:

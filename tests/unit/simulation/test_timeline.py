@@ -302,3 +302,11 @@ def test_an_op_takes_no_time_on_the_clock_that_does_not_bind() -> None:
     assert {op.time_s for graph in host.graphs for op in graph.ops} == {0.0}
     assert all(graph.tape_s == graph.again_op_s == 0.0 for graph in device.graphs)
     assert OpRecord("mlp.up.mm", (1,), (2,), 0.2) in [op for graph in device.graphs for op in graph.ops]
+
+
+def test_a_model_that_is_one_unit_has_a_name_where_memory_is_fullest() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    profile = recollect.record(model, torch.randn(64, 32), loss_fn=torch.sum)
+    assert {call.path for call in profile.calls} == {""}
+    peak = recollect.explain_peak(profile, recollect.classic_plan(profile, "full"))
+    assert peak.where == "backward of the model"
