@@ -11,7 +11,13 @@ MUTATIONS = (
         "first-calls-not-recorded-again",
         "layers that make a table in their first call stay on the tape",
         "attaching/step_planner.py",
-        (("        if not index:\n            self.missed.note_untraced(profile)\n", ""),),
+        (("        self.missed.note_untraced(planned, self.steps.steps)\n", ""),),
+    ),
+    Mutation(
+        "attach-first-call-stays",
+        "the plan of the step in which layers made tables stays, as that did more",
+        "attaching",
+        (("            or not _runs_other_ops(one)\n", "            or True\n"),),
     ),
     Mutation(
         "recording-ended-in-backward",

@@ -6,7 +6,6 @@ from typing import Final
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
-from recollect.profile.profile import Profile
 from recollect.programs.cut import OTHER_OPS
 
 # Where steps alternate, a few begin like the uncovered one.
@@ -62,15 +61,31 @@ class Missed:
                 return False
         return is_little(planned.courses, planned.spare)
 
-    def note_untraced(self, profile: Profile) -> None:
-        """Have one more step recorded if layers ran ops that their traces lack: they may make tables in their first call."""
-        if any(graph.why_not_traced.startswith(OTHER_OPS) for graph in profile.graphs):
-            self.note([], attempts=1)
+    def note_untraced(self, planned: PlannedStep, others: list[PlannedStep]) -> None:
+        """Have the second step recorded if layers ran ops that their traces lack: they may make tables in their first call.
+
+        A step without such ops takes the place of one that made them, though it does less.
+        """
+        if _runs_other_ops(planned):
+            if not planned.number:
+                self.note([], attempts=1)
+            return
+        others[:] = [
+            one
+            for one in others
+            if one.calls != planned.calls
+            or not all(map(Course.is_at_least, planned.courses, one.courses))
+            or not _runs_other_ops(one)
+        ]
 
     def end_attempt(self, *, is_met: bool) -> None:
         self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
         self.did_more &= self.attempts_left > 0
         self.was_over &= self.attempts_left > 0
+
+
+def _runs_other_ops(planned: PlannedStep) -> bool:
+    return any(graph.why_not_traced.startswith(OTHER_OPS) for graph in planned.profile.graphs)
 
 
 def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:

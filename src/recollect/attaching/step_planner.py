@@ -124,8 +124,7 @@ class StepPlanner:
         if excess := excess_of(recording, planned):
             self._warn_of(recording.peak_bytes, excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
-        if not index:
-            self.missed.note_untraced(profile)
+        self.missed.note_untraced(planned, self.steps.steps)
         if alike := [step for step in self.steps.steps if str(step).partition(" (")[0] == str(planned)]:
             differs = difference(alike[-1], planned)
             planned.unlike = differs and f"step {self.recorded_steps[alike[-1].number]}: {differs}"

@@ -638,14 +638,15 @@ def test_larger_inputs_of_units_are_recorded_and_if_they_vary_without_end_the_pl
 
 def _with_table(self: Any, x: Tensor) -> Tensor:
     if self.table is None:
-        self.table = torch.arange(32).cos()
+        self.table = torch.arange(32).cos().expand(self.num_rows, -1).contiguous()
     return self.inner(x * self.table)
 
 
-def test_layers_that_make_tables_in_their_first_call_run_from_traces() -> None:
-    """As rotary embeddings do. The second step is recorded, too, in which layers read what they hold."""
+@pytest.mark.parametrize("num_rows", [1, 512])
+def test_layers_that_make_tables_in_their_first_call_run_from_traces(num_rows: int) -> None:
+    """As rotary embeddings do. The second step is recorded, too, in which layers read what they hold; it does less."""
     inner = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
-    model = nn.Sequential(*(Computes(_with_table, inner=one, table=None) for one in inner))
+    model = nn.Sequential(*(Computes(_with_table, inner=one, table=None, num_rows=num_rows) for one in inner))
     with attached_loop("80%", model, SGD, engine="graph") as (_, optimizer, attached):
         for _ in range(4):
             model(torch.randn(512, 32)).square().mean().backward()
