@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 
+from recollect._torch_dtensor import local_part
 from recollect._torch_parallel import has_process_group
 from recollect._torch_private import is_capturing, next_autograd_node
 from recollect.attaching.placement import Backwards, Memory, Placement, State, made_in
@@ -199,7 +200,9 @@ def departure_at_end(step: StepUnderWay, planned: PlannedStep, structure: Struct
         return Departure("ran backward more often than the plan foresees, or for a graph of its own")
     further = [structure.parameters[at].grad for at in step.made - planned.made]
     nbytes = storage_bytes(gradient for gradient in further if gradient is not None)
-    if nbytes and planned.peak_bytes + nbytes > planned.budget_bytes:
+    # Steps may take one branch or the other.
+    nbytes -= sum(local_part(structure.parameters[at]).nbytes for at in planned.made - step.made)
+    if nbytes > 0 and planned.peak_bytes + nbytes > planned.budget_bytes:
         return Departure(f"made {len(further)} gradients that its plan does not foresee", nbytes)
     more_bytes = step.beside_bytes - planned.more_bytes
     if more_bytes > planned.budget_bytes // 200 and planned.fits and step.calls == planned.calls:

@@ -340,6 +340,8 @@ class OffloadPlanner(Planner):
 class ClockedOffloadPlanner(ClockedPlanner):
     """Plans a step that a device runs behind its host, with host memory besides: on the limiting clock."""
 
+    tries_both = True  # A step that waits for copies is longer than either clock says.
+
     def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:
         super().__init__(profile)
         self._on = cache(

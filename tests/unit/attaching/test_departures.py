@@ -138,6 +138,20 @@ def test_a_loss_that_reaches_more_parameters_later_is_a_departure(model: Blocks,
         assert attached.recorded_steps == ([0, 3, 6, 9, 12] if every else [0, 3])
 
 
+def test_gradients_of_one_branch_take_the_place_of_those_of_the_other(recwarn: pytest.WarningsRecorder) -> None:
+    """No more memory is needed, and so no step has to be recorded for it, or is said to be too large."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList([Blocks(), Blocks()])
+    optimizer = SGD(parts.parameters())
+    with recollect.attach(parts, optimizer, "100%", log=lambda _: None) as attached:
+        for branch in (0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1):
+            attached.call(lambda x, branch=branch: parts[branch](x), torch.randn(512, 32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0, 3, 4, 5, 6]
+    assert not any("gradients that its plan does not foresee" in str(one.message) for one in recwarn)
+
+
 @pytest.mark.parametrize("gradients_stay", [False, True], ids=["recorded once", "recorded twice"])
 @pytest.mark.parametrize("ends_with_step", [True, False], ids=["returned", "kept after backward"])
 def test_what_a_loop_holds_longer_than_the_models_next_output_gets_room(

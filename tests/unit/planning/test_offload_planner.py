@@ -11,7 +11,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.frontier import prices
-from recollect.planning.planners import OffloadPlanner, planner_for
+from recollect.planning.planners import ClockedOffloadPlanner, OffloadPlanner, planner_for
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -147,6 +147,15 @@ def test_plans_by_the_limiting_clock_where_a_device_runs_behind_its_host(op_s: f
     assert plan.predicted_slowdown < (recollect.plan(profile, budget).predicted_slowdown or 0.0)
     assert plan.bound_slowdown is None and planner.bound_slowdown(1) is None
     assert recollect.frontier(profile, MANY_BYTES).bound == ()
+
+
+def test_the_plan_on_the_other_clock_may_wait_less_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostTimes(0.5, 0.5, unit_s=0.1, again_op_s=0.5)
+    profile = linked(on_host(stack(4), host), 1e4)
+    of_both = planner_for(profile, MANY_BYTES).plan("60%").predicted_slowdown
+    monkeypatch.setattr(ClockedOffloadPlanner, "tries_both", False)
+    of_the_limiting = planner_for(profile, MANY_BYTES).plan("60%").predicted_slowdown
+    assert of_both is not None and of_the_limiting is not None and of_both < 0.8 * of_the_limiting
 
 
 @pytest.mark.long
