@@ -593,10 +593,16 @@ MUTATIONS = (
         (("args[0] if args else next(iter(kwargs.values()), None)", "args[0] if args else None"),),
     ),
     Mutation(
+        "gradients-of-branches-add-up",
+        "the gradients of one branch are taken to come on top of those of the other",
+        "attaching/held.py",
+        (("    nbytes -= sum(local_part(", "    nbytes -= 0 * sum(local_part("),),
+    ),
+    Mutation(
         "further-gradients-unseen",
         "a part of the loss that comes in later, and reaches more parameters, takes steps over the budget in silence",
         "attaching/held.py",
-        (("if nbytes and planned.peak_bytes + nbytes > planned.budget_bytes:", "if False:"),),
+        (("if nbytes > 0 and planned.peak_bytes + nbytes > planned.budget_bytes:", "if False:"),),
     ),
     Mutation(
         "later-state-taken-for-planned",
