@@ -13,17 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from recollect._torch_private import (
-    compiled_function,
-    transforms_are_active,
-    uncompiled,
-    without_compiler,
-)
+from recollect._torch_private import compiled_function, transforms_are_active, uncompiled, without_compiler
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
 from recollect.errors import ArgumentError, ConfigError, UnknownNameError
@@ -34,6 +29,7 @@ from recollect.weak_map import WeakMap
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
+_OF_MODULES: Final = vars(nn.modules.module)
 _Handle = TypeVar("_Handle", bound="Handle")
 
 
@@ -57,13 +53,28 @@ def placed_call(function: Callable[..., Any]) -> Callable[..., Any]:
     @uncompiled
     @functools.wraps(function)
     def call(self: PlacedForward, *args: Any, **kwargs: Any) -> Any:
-        called = sys._getframe(1).f_locals.get("self")  # PyTorch's function that calls the forward of a module.
+        called = _called_module()
         if called is not self.module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
             _leave_copy(called)
             return called.forward(*args, **kwargs)
-        return function(self, *args, **kwargs)
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            del self, called, args, kwargs  # A kept error would hold them.
 
     return call
+
+
+def _called_module() -> Any:
+    """Return the module whose forward PyTorch calls, two frames up; None if it is not PyTorch that calls."""
+    frame = sys._getframe(2)
+    if frame.f_globals is not _OF_MODULES:
+        return None
+    found = frame.f_locals
+    called = found.get("self")
+    if type(found) is dict:
+        found.clear()  # Up to Python 3.12 the frame keeps this copy, and an error that is kept the frame.
+    return called
 
 
 def _leave_copy(copied: nn.Module) -> None:
