@@ -367,8 +367,8 @@ def train_alike(made: nn.Module, lengths: Sequence[int], seed: int = RANK) -> No
 
 
 def verified(made: nn.Module, fits: bool = True, same: bool = True, **options: Any) -> dict[str, Any]:
-    """Both verify one plan, on batches of their own; the second has the longer one."""
-    tokens = torch.randint(0, 64, (2, 24 + 8 * RANK))
+    """Both verify one plan, on batches of their own; the second has the longer one, by more than gloo may free late."""
+    tokens = torch.randint(0, 64, (2, 24 + 40 * RANK))
     batch = {"tokens": tokens, "labels": tokens}
     plans = [recollect.plan(recollect.record(made, batch), "90%")]
     if same:
