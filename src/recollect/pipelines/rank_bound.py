@@ -37,7 +37,7 @@ def rank_planner(rank: Rank) -> Planner:
     """Return a planner of a rank's step, with a bound that knows that its micro-batches are alike."""
     step = rank_step(rank)
     if has_two_clocks(step.profile):
-        return ClockedPlanner(step.profile, bound_on=partial(_bound_on_clock, rank))
+        return ClockedPlanner(step.profile, bound_on=partial(_bound_on_clock, rank, step))
     return Planner(step.profile, make_bound=partial(rank_bound, rank, step))
 
 
@@ -46,7 +46,7 @@ def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
     return LowerBound(step.profile, steps=moments, fixed_bytes=moments.fixed_bytes)
 
 
-def _bound_on_clock(rank: Rank, host_price: float) -> LowerBound:
+def _bound_on_clock(rank: Rank, step: RankStep, host_price: float) -> LowerBound:
     def on_clock(parts: StageParts) -> StageParts:
         found = copy.copy(parts)
         found.profile = priced(parts.profile, host_price)
@@ -57,8 +57,7 @@ def _bound_on_clock(rank: Rank, host_price: float) -> LowerBound:
         return replace(stage.recorded, whole=on_clock(whole), halves=halves and on_clock(halves))
 
     stages = tuple(replace(stage, recorded=recorded(stage)) for stage in rank.stages)
-    own = replace(rank, stages=stages)
-    return rank_bound(own, rank_step(own))
+    return rank_bound(replace(rank, stages=stages), replace(step, profile=priced(step.profile, host_price)))
 
 
 class _Kind:

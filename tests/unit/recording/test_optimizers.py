@@ -33,41 +33,33 @@ def step(module: nn.Module, *optimizers: Any) -> None:
 class Wrapper(Optimizer):
     """Hands everything on, as Accelerate's does: its own constructor does not run."""
 
+    inner = "optimizer"
+
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        setattr(self, self.inner, optimizer)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        return getattr(self, self.inner).state
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
+        return getattr(self, self.inner).param_groups
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.optimizer.step(closure)
+        return getattr(self, self.inner).step(closure)
 
 
 class Averaged(Wrapper):
-    """Hands everything on under another name, as PyTorch's PostLocalSGDOptimizer does."""
+    """Names it as PyTorch's PostLocalSGDOptimizer does."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optim = optimizer
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optim.state
+    inner = "optim"
 
 
 class Private(Wrapper):
-    """Hands everything on under a third name, as Opacus's do."""
+    """Names it as Opacus's do."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.original_optimizer = optimizer
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.original_optimizer.state
+    inner = "original_optimizer"
 
 
 class Handle:
