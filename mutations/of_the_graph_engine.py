@@ -26,6 +26,12 @@ MUTATIONS = (
         (("skip_nnmodule_hook_guards=False", "skip_nnmodule_hook_guards=True"),),
     ),
     Mutation(
+        "graph-traces-kept",
+        "traces live on after the plan that they were made for",
+        "_torch_dynamo.py",
+        (("    reset_code(code)\n", ""),),
+    ),
+    Mutation(
         "graph-casts-of-its-own",
         "under autocast, a traced unit casts a parameter that another module has, too, or another call of it",
         "engine/graph",

@@ -11,6 +11,7 @@ import re
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from unittest import mock
 import torch
 import torch._dynamo as dynamo
 from torch import fx
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address
 from torch._dynamo import utils as dynamo_utils
@@ -74,6 +75,7 @@ class TracedWhole:
         self._trace: Callable[..., Any] = optimize(own)
         self._is_off = isinstance(optimize, eval_frame._NullDecorator)
         self._own = own
+        weakref.finalize(self, _forget, own.__code__, id(backend)).atexit = False
         # By the numbers of the code that Dynamo made for each trace.
         self._runs: dict[int, FunctionType] = {}
 
@@ -109,6 +111,12 @@ class TracedWhole:
         around = {**self._own.__globals__, "__import_torch_dot__dynamo_dot_utils": _UTILS}
         around |= {name: getattr(function, "_torchdynamo_orig_callable", function) for name, function in names.items()}
         return FunctionType(code, around, self._own.__name__, self._own.__defaults__)
+
+
+def _forget(code: CodeType, backend: int) -> None:
+    """Release traces: in maps of Dynamo's, what it made of a code keeps that code, which has it, and backends stay."""
+    reset_code(code)
+    eval_frame.cached_backends.pop(backend, None)
 
 
 # What traced code calls, without the regions for the profiler, which take 50 us.

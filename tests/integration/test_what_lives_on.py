@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import recollect
+from recollect.engine.graph.graph_engine import GraphForward
+from recollect.engine.graph.node import TracedUnit
 
 X = torch.randn(2048, 16)
 
@@ -151,3 +153,21 @@ def test_a_loss_that_is_kept_holds_no_model(engine: Any) -> None:
     gc.collect()
     assert [type(found()).__name__ for found in seen if found() is not None] == []
     del loss
+
+
+def of_traces() -> list[Any]:
+    """Traced units, and the functions that Dynamo gave traces of recorded ones to."""
+    gc.collect()
+    alive = gc.get_objects()
+    return [one for one in alive if type(one) is TracedUnit or getattr(one, "__qualname__", "") == RECORDERS]
+
+
+RECORDERS = "_traced.<locals>.backend"
+
+
+def test_traces_are_let_go_of() -> None:
+    """Dynamo would keep both for good."""
+    before, number = of_traces(), GraphForward.num_traces
+    outcome(lambda loop: loop.attach("80%", steps=4, engine="graph"))
+    assert GraphForward.num_traces > number
+    assert [one for one in of_traces() if not any(one is old for old in before)] == []

@@ -82,17 +82,11 @@ def _traced(
     if sample.num_hooks != num_hooks(sample.module):
         return "it gets hooks while its model runs"
     found: list[JointRecord | str] = []
-    # Dynamo holds the backend for good, and must not hold tensors with it, nor code: that names classes, of which those of
-    # parametrized modules hold their module.
-    asked: list[tuple[UnitSample, UnitGraph, list[Any], Costs | None]] = []
-    codes: list[Any] = []
 
     def backend(code: Any, _: Any) -> Any:
-        codes.append(code)
-
         def run(*inputs: Any) -> None:
             try:
-                found.append(_joint(*asked.pop(), codes.pop(), inputs))
+                found.append(_joint(sample, graph, tree_leaves((args, kwargs)), costs, code, inputs))
             except Exception as error:  # noqa: BLE001 - the engine leaves the unit to the tape after any, too
                 found.append(dynamo.first_line(error))
             raise _TracedError
@@ -116,7 +110,6 @@ def _traced(
     ):
         warnings.simplefilter("ignore")
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
-        asked.append((sample, graph, tree_leaves((args, kwargs)), costs))
         try:
             dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)
         except _TracedError:
@@ -125,9 +118,6 @@ def _traced(
             if not dynamo.raised_by_tracing(error):
                 raise
             return dynamo.first_line(error)
-        finally:
-            asked.clear()
-            codes.clear()
     return "nothing in it can be traced"
 
 
