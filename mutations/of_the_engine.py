@@ -79,6 +79,12 @@ MUTATIONS = (
         (("return operator.getitem, ((self.forward,), 0)", 'return getattr, (self.module, "forward")'),),
     ),
     Mutation(
+        "forwards-pickled-by-function",
+        "a planned model whose layers have lists of modules cannot be unpickled",
+        "engine/placed_forward.py",
+        (('            return getattr, (self.module, "forward")  #', "            pass  #"),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

@@ -117,6 +117,7 @@ def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.M
     """And it has the forward that somebody else has put on a module."""
     model, plan = stack(), block_plan("gelu")
     vars(model.blocks[0])["forward"] = functools.partial(_twice, model.blocks[0].forward)
+    model.blocks[1].more = nn.ModuleList()
     plain = ops(model, ROWS)
     with recollect.apply(model, plan) as applied:
         twin = copied(model)

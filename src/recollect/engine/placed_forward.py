@@ -134,6 +134,8 @@ class PlacedForward:
         return self.forward.__code__
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.had_own_forward:
+            return getattr, (self.module, "forward")  # A bound method is pickled by its function's name.
         return operator.getitem, ((self.forward,), 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
