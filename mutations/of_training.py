@@ -61,6 +61,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "forwards-taken-for-copied",
+        "a wrapper that takes the forward of a planned model fails, and PEFT's prompts are not switched off, in silence",
+        "engine/placed_forward.py",
+        (("    return vars(module).get(made_once) is", "    return True or vars(module).get(made_once) is"),),
+    ),
+    Mutation(
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",

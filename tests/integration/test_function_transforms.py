@@ -155,3 +155,41 @@ def test_a_copy_that_takes_inner_steps_has_its_own_weights(handle: str, engine: 
         return [parameter.detach() for parameter in model.parameters()]
 
     assert all(map(torch.equal, trained(handle), trained("")))
+
+
+class Adapted(nn.Module):
+    """Runs without its prompt within a block, as PEFT's models do, and in a wrapper that takes over its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.prompt = Net(*(Block(lambda f, x: f(x)) for _ in range(2))), nn.Parameter(torch.ones(8))
+
+    def forward(self, batch: Tensor) -> Any:
+        return self.base(batch + self.prompt)
+
+    def without_prompt(self, batch: Tensor) -> Any:
+        own, self.forward = self.forward, self.base.forward
+        try:
+            return self(batch)
+        finally:
+            self.forward = own
+
+
+@pytest.mark.parametrize("handle", ["attach", "apply"])
+def test_a_module_that_takes_the_forward_of_a_different_one_runs_that(handle: str) -> None:
+    def trained(handle: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, wrapper, batch = Adapted(), nn.Module(), torch.randn(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if handle == "attach":
+            recollect.attach(model, optimizer, "1MiB", log=lambda _: None)
+        elif handle:
+            recollect.apply(model, recollect.classic_plan(recollect.record(model, batch, loss_fn=torch.sum), "full"))
+        wrapper.forward = model.forward
+        for _ in range(3):
+            (wrapper(batch) - model.without_prompt(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(handle), trained("")))

@@ -44,17 +44,13 @@ def forward_name(forward: Any) -> str:
 
 
 def placed_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function the `__call__` of a placed forward, which copies of its module leave.
-
-    `copy.copy` and libraries of meta-learning copy a module's attributes one by one, our forwards among them: with those, a
-    copy would run as the original, on the original's weights.
-    """
+    """Make a function the `__call__` of a placed forward, which copies of its module leave: they would run on its weights."""
 
     @uncompiled
     @functools.wraps(function)
     def call(self: PlacedForward, *args: Any, **kwargs: Any) -> Any:
         called = _called_module()
-        if called is not self.module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
+        if called is not self.module and isinstance(called, nn.Module) and _is_copied(called):
             _leave_copy(called)
             return called.forward(*args, **kwargs)
         try:
@@ -77,12 +73,18 @@ def _called_module() -> Any:
     return called
 
 
+def _is_copied(module: nn.Module) -> bool:
+    """Whether all attributes were copied, as by `copy.copy`, our forward among them; code may also put it on a wrapper."""
+    forward, made_once = vars(module).get("forward"), "_non_persistent_buffers_set"
+    if not isinstance(forward, PlacedForward) or forward.module is module:
+        return False
+    return vars(module).get(made_once) is vars(forward.module)[made_once]
+
+
 def _leave_copy(copied: nn.Module) -> None:
     """Restore the forwards of a copy, and of all modules in it."""
-    for module in copied.modules():
-        forward, had_own_forward = vars(module).get("forward"), True
-        if not isinstance(forward, PlacedForward) or forward.module is module:
-            continue
+    for module in filter(_is_copied, copied.modules()):
+        forward, had_own_forward = vars(module)["forward"], True
         while isinstance(forward, PlacedForward):
             had_own_forward, forward = forward.had_own_forward, forward.forward
         if had_own_forward:
@@ -370,11 +372,9 @@ def _switch(forwards: Sequence[PlacedForward], *, is_on: bool) -> None:
 def unit_module(model: nn.Module, path: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if path not in modules:
-        wrapped = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), None)
+        named = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), "")
         reason = (
-            f"It has {wrapped!r}: torch.compile(module) wraps a module, while module.compile() keeps names."
-            if wrapped
-            else ""
+            named and f"It has {named!r}: torch.compile(module) wraps a module, while module.compile() keeps names."
         )
         raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules), reason=reason)
     return modules[path]
