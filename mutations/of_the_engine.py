@@ -85,6 +85,12 @@ MUTATIONS = (
         (('            return getattr, (self.module, "forward")  #', "            pass  #"),),
     ),
     Mutation(
+        "forwards-left-in-place",
+        "a plan on two engines leaves a forward on a module that layers share, and the next plan is refused",
+        "engine/placed_forward.py",
+        (("            self.forward.take_off()", "            pass"),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

@@ -70,6 +70,18 @@ def test_handle_in_words() -> None:
     assert repr(applied) == "<plan removed from Stack>"
 
 
+def test_nothing_stays_of_a_plan_on_two_engines_whose_layers_share_a_module() -> None:
+    """The layer that cannot be traced wraps the module around what the tape has put there."""
+    model, plan = stack(), block_plan("gelu")
+    model.blocks[1].norm = model.blocks[0].norm
+    model.blocks[0].up.register_forward_hook(lambda *given: bool(given[2].data_ptr()) and None)
+    first = UnitPlan(plan.units["blocks.0"].actions, engine="graph")
+    with recollect.apply(model, Plan({**plan.units, "blocks.0": first})), pytest.warns(match="run on the tape"):
+        for _ in range(2):
+            mean_square(model(ROWS)).backward()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_a_block_with_a_handle_that_was_removed() -> None:
     model = stack()
     optimizer = torch.optim.SGD(model.parameters())

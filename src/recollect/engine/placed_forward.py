@@ -97,8 +97,7 @@ class PlacedForward:
     """Stands in for a module's `forward`; copied and pickled as what it stands for, without the plan."""
 
     applied: Applied
-    # All that are in place, on any model.
-    placed: ClassVar[WeakMap[bool]] = WeakMap()
+    placed: ClassVar[WeakMap[bool]] = WeakMap()  # All that are in place, on any model.
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -175,6 +174,8 @@ class PlacedForward:
             vars(self.module)["forward"] = self.forward
         else:
             del vars(self.module)["forward"]
+        if isinstance(self.forward, PlacedForward) and self.forward not in self.placed:
+            self.forward.take_off()  # It was to be taken off while this one wrapped it.
 
 
 class Handle:
@@ -290,8 +291,7 @@ class Applied(Handle):
             ...     print(str(error)[:62])
             recollect.Applied.follow(stage): got an object of class Linear
         """
-        # Here: it takes a second to import, and few need it.
-        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining import PipelineStage  # Here: it takes a second to import, and few need it.
 
         check_kind("Applied.follow(stage)", "stage", stage, PipelineStage, "torch.distributed.pipelining.PipelineStage")
         run = stage.forward_one_chunk
