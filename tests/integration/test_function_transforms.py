@@ -100,6 +100,18 @@ def test_a_step_with_transforms_is_the_same(name: str, where: str, handles: Call
     assert all(map(torch.equal, steps(TRANSFORMS[name], where, handles), expected))
 
 
+def inner_step(function: Any, x: Tensor) -> Tensor:
+    up = function.__self__.up
+    weights = dict(up.named_parameters())
+    slopes = func.grad(lambda weights: func.functional_call(up, weights, (x,)).square().mean())(weights)
+    return function(x) * func.functional_call(up, {name: weights[name] - slopes[name] for name in weights}, (x,)).mean()
+
+
+@pytest.mark.parametrize("handles", [attached, planned])
+def test_layers_that_take_inner_steps_are_recorded(handles: Callable[..., Any]) -> None:
+    assert all(map(torch.equal, steps(inner_step, "inside layers", handles), steps(inner_step, "inside layers")))
+
+
 def graphs(model: nn.Module, batch: Tensor) -> tuple[str, list[str]]:
     traced: Any = torch.jit.trace(model, batch, check_trace=False)
     return str(torch.export.export(model, (batch,)).graph), [node.kind() for node in traced.inlined_graph.nodes()]

@@ -10,7 +10,14 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, gathers_parameters
 from recollect._torch_functions import python_backward
-from recollect._torch_private import current_autograd_node, is_fake_tensor, next_autograd_node, tree_leaves, untraced
+from recollect._torch_private import (
+    current_autograd_node,
+    is_fake_tensor,
+    next_autograd_node,
+    transforms_are_active,
+    tree_leaves,
+    untraced,
+)
 from recollect.costs.op_costs import RunsAgain
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -96,7 +103,9 @@ class RecordingTape(Tape):
                     self.held_before[part.untyped_storage()] = True
             elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:
                 seen[id(one)] = one
-                pending += dict.values(one) if isinstance(one, dict) else one
+                # Not as the model's own classes do, some of which forbid it (e3nn's `Irreps`).
+                kind: Any = list if isinstance(one, list) else tuple
+                pending += dict.values(one) if isinstance(one, dict) else kind.__iter__(one)
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
@@ -264,7 +273,7 @@ class _RecordingMode(FunctionMode):
         module, index = getattr(forward, "__self__", None), self.recorder.current
         if module_path and index is not None:
             self.recorder.calls[index].num_modules += 1
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) and not transforms_are_active():  # Within them, parameters have no storages.
             self.recorder.note_parameters(module.parameters())
         output = super().run_module(module_path, forward, args, kwargs)
         if isinstance(module, nn.Module) and gathers_parameters(module) and freed_after_forward(module):

@@ -168,10 +168,17 @@ def test_a_module_that_layers_share_has_a_name_in_each() -> None:
     assert names == [["0.addmm", "1.silu"], ["0.addmm", "1.0.silu", "1.0.silu#1"]]
 
 
+class Irreps(tuple[Any, ...]):
+    """A tuple that cannot say how long it is, as e3nn's."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 def test_tables_that_a_layer_holds_are_there_throughout() -> None:
     layer = Computes(lambda self, x: self.linear(x) * self.tables["cos"], linear=nn.Linear(8, 8))
     layer.tables = {"cos": torch.ones(8)}
-    layer.tables["all"] = layer.tables  # type: ignore[assignment]
+    layer.tables["all"] = Irreps([layer.tables])  # type: ignore[assignment]
     profile = recollect.record(nn.Sequential(layer), torch.randn(4, 8), loss_fn=mean_square, units=["0"])
     assert [op.name for op in profile.graph_of(profile.calls[0]).ops] == ["linear.addmm", "mul"]
     assert profile.persistent["other_tensors"] == 8 * 4
