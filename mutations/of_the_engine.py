@@ -500,6 +500,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "hooks-off-within-transforms",
+        "what a unit saves after a `torch.func.grad` stays: a module within it cannot put its hooks back",
+        "engine/tape_mode.py",
+        ((" and self._may_unhook and not transforms_are_active():", " and self._may_unhook:"),),
+    ),
+    Mutation(
         "statistics-out-of-sight",
         "a module that updates statistics unseen runs past the tape, which goes on to hold them",
         "engine/tape_mode.py",

@@ -118,7 +118,7 @@ class TapeMode(OpMode):
         """Switch the watching of ops and of saved tensors on or off.
 
         Nothing is switched off while the model's own mode or hooks are on top. The model's own hooks (a checkpoint
-        inside the unit) stay on top, because their reruns in backward are without the tape's hooks.
+        inside the unit) stay on top: their reruns in backward are without the tape's hooks. `torch.func` forbids new ones.
         """
         if not self._may_step_aside:
             return
@@ -130,7 +130,7 @@ class TapeMode(OpMode):
         if saves and self._hooks is not None and not has_saved_tensors_hooks():
             push_saved_tensors_hooks(*self._hooks)
             self._hooks = None
-        elif self._hooks is None and not saves and self._may_unhook:
+        elif self._hooks is None and not saves and self._may_unhook and not transforms_are_active():
             self._hooks = pop_saved_tensors_hooks(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
