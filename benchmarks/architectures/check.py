@@ -14,6 +14,7 @@ import numpy
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import recollect
 from allocator_meter import AllocatorMeter
@@ -157,7 +158,7 @@ class _Step:
 
     def run(self) -> tuple[Step, int]:
         """Run the step twice from the same state, and return all that the second one leaves, and its peak in bytes."""
-        resident = [*self.model.parameters(), *self.model.buffers(), *self.batch.values()]
+        resident = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self.batch)]
         resident_bytes = storage_bytes(tensor for tensor in resident if isinstance(tensor, torch.Tensor))
         before_bytes = self.meter.now_bytes()
         for _ in range(2):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from architectures.small_config import IMAGE_SIZE, VOCABULARY
 from architectures.subjects import Subject
+from architectures.tried_inputs import TRIED_TASKS, tried_batch
 
 __all__ = ["batch_for", "loss_of"]
 
@@ -20,6 +21,8 @@ _FIRST_WORD = 4
 
 def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
     """Return a batch of two: tokens, images or sound, with labels where the class takes them."""
+    if subject.task in TRIED_TASKS:
+        return tried_batch(subject.task, model)
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +47,9 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
         batch["input_ids"] = words
     if subject.task in ("CTC", "speech seq2seq", "seq2seq LM") and not takes_words:
         labels = words[:, :12].clone()
-    if "classification" in subject.task:
+    if subject.task == "token classification":
+        labels = words % 2
+    elif "classification" in subject.task:
         labels = torch.tensor([0, 1])
     elif subject.task == "semantic segmentation":
         labels = torch.randint(0, 2, (SEQUENCES, IMAGE_SIZE, IMAGE_SIZE), generator=generator)
@@ -55,6 +60,8 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
     if "bool_masked_pos" in names:
         num_patches = (IMAGE_SIZE // config.patch_size) ** 2
         batch["bool_masked_pos"] = torch.arange(num_patches).expand(SEQUENCES, -1) % 2 == 0
+    if "start_positions" in names:
+        batch |= {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
     if "labels" in names and labels is not None:
         batch["labels"] = labels
     return batch

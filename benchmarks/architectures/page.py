@@ -27,6 +27,9 @@ its fields (width 64, three layers, four heads). Its step is recorded, planned f
 least peak to the peak without recompute, and run as most loops run it, twice: `out = model(**batch); out.loss.backward()`,
 with `out` alive until the next one is there, and the gradients until the next backward. Then the same with full recompute.
 
+Classes that take images or sound with text train on both: each sequence has an image, or a sound, and a word for each of its
+features. Where processors lay images out in several ways, the batch is the first of them that the class takes.
+
 - **exact**: loss, every gradient, every buffer and the state of the random generator have the same bits as without a
   plan, under both; and the measured peak is within the budget. Peaks are counted by a meter that shares nothing with
   recollect's.

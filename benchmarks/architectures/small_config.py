@@ -35,7 +35,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"decoder_sparse_step|encoder_sparse_step|interleave_moe_layer_step", 1),
     (r"num_hidden_groups|inner_group_num", 1),
     (
-        r"(\w+_)?(n_layer|n_layers|num_layers|num_hidden_layers|num_decoder_layers|num_encoder_layers|encoder_layers|decoder_layers|num_blocks)",
+        r"(\w+_)?(depth|n_layer|n_layers|num_layers|num_hidden_layers|num_decoder_layers|num_encoder_layers|encoder_layers|decoder_layers|num_blocks)",
         _LAYERS,
     ),
     (r"n_group|num_expert_group", 2),
@@ -72,7 +72,7 @@ _RULES: tuple[tuple[str, int], ...] = (
         WIDTH,
     ),
     (
-        r"decoder_hidden_size|encoder_hidden_size|projection_dim|output_hidden_size|attention_hidden_size|\w*proj_size|\w*_proj_dim|codevector_dim",
+        r"decoder_hidden_size|encoder_hidden_size|projection_dim|out\w*_hidden_size|text_hidden_size|condition_dim|attention_hidden_size|\w*proj_size|\w*_proj_dim|codevector_dim",
         WIDTH,
     ),
     (r"num_codevectors_per_group", 16),
@@ -89,11 +89,12 @@ _MISSING: Mapping[str, int] = {
 }
 
 
-def small_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def small_config(config_class: type[PreTrainedConfig], like: PreTrainedConfig | None = None) -> PreTrainedConfig:
     """Return a small configuration: width 64, three layers, four heads, 128 words.
 
     Args:
         config_class: any configuration class of transformers.
+        like: the part of a larger configuration that it stands for; it returns the same feature maps.
 
     Raises:
         Exception: whatever the class raises where the sizes do not go together.
@@ -102,13 +103,17 @@ def small_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     sizes = {name: small for name, field in fields.items() if (small := _small(name, field.default)) is not None}
     if "kv_lora_rank" in fields and "num_key_value_heads" in sizes:
         sizes["num_key_value_heads"] = _HEADS  # latent attention has no groups
+    if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    if (features := getattr(like, "out_features", None)) is not None:
+        sizes["out_features"] = features
     sizes |= SPECIAL_SIZES.get(config_class.model_type, {})
     parts = [name for name in getattr(config_class, "sub_configs", {}) if name not in sizes]
     defaults = config_class() if parts else None
     for name in parts:
         part = getattr(defaults, name, None)
         if isinstance(part, PreTrainedConfig):
-            sizes[name] = small_config(type(part))
+            sizes[name] = small_config(type(part), part)
     config = config_class(**sizes)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0

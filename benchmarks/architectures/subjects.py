@@ -22,8 +22,33 @@ TASKS = {
     "masked images": "MASKED_IMAGE_MODELING",
     "semantic segmentation": "SEMANTIC_SEGMENTATION",
     "depth estimation": "DEPTH_ESTIMATION",
+    "multimodal LM": "MULTIMODAL_LM",
+    "object detection": "OBJECT_DETECTION",
+    "zero-shot detection": "ZERO_SHOT_OBJECT_DETECTION",
+    "universal segmentation": "UNIVERSAL_SEGMENTATION",
+    "mask generation": "MASK_GENERATION",
+    "keypoints": "KEYPOINT_DETECTION",
+    "zero-shot classification": "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "time series": "TIME_SERIES_PREDICTION",
+    "text to spectrogram": "TEXT_TO_SPECTROGRAM",
+    "text to waveform": "TEXT_TO_WAVEFORM",
+    "document QA": "DOCUMENT_QUESTION_ANSWERING",
+    "visual QA": "VISUAL_QUESTION_ANSWERING",
+    "question answering": "QUESTION_ANSWERING",
+    "token classification": "TOKEN_CLASSIFICATION",
+    "sequence classification": "SEQUENCE_CLASSIFICATION",
 }
 """The names on the page, and those of transformers: MODEL_FOR_..._MAPPING_NAMES."""
+_UNLISTED = {
+    "time series": {
+        "autoformer": "AutoformerForPrediction",
+        "informer": "InformerForPrediction",
+        "patchtsmixer": "PatchTSMixerForPrediction",
+        "patchtst": "PatchTSTForPrediction",
+        "time_series_transformer": "TimeSeriesTransformerForPrediction",
+    },
+}
+"""Classes that transformers lists for no task of that kind."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +70,8 @@ def subjects() -> Iterator[Subject]:
     """Yield every class once, in the order of the tasks."""
     seen = set()
     for task, name in TASKS.items():
-        for model_type, classes in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").items():
+        listed = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES")
+        for model_type, classes in {**listed, **_UNLISTED.get(task, {})}.items():
             for class_name in [classes] if isinstance(classes, str) else classes:
                 if class_name not in seen:
                     seen.add(class_name)
