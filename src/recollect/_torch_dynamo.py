@@ -11,7 +11,6 @@ import re
 import threading
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +74,7 @@ class TracedWhole:
         self._trace: Callable[..., Any] = optimize(own)
         self._is_off = isinstance(optimize, eval_frame._NullDecorator)
         self._own = own
-        weakref.finalize(self, _forget, own.__code__, id(backend)).atexit = False
+        self._given, self._backend = function.__code__, backend
         # By the numbers of the code that Dynamo made for each trace.
         self._runs: dict[int, FunctionType] = {}
 
@@ -85,7 +84,17 @@ class TracedWhole:
             raise TorchDynamoException("Dynamo is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)")
         if (stance := eval_frame._stance.stance) != "default":
             raise TorchDynamoException(f"torch.compiler.set_stance({stance!r}) keeps Dynamo from tracing it")
-        return self._trace(*args)
+        try:
+            return self._trace(*args)
+        finally:
+            # Else in Dynamo's maps what it made for a trace would keep our code, which has it, and backends would stay for good.
+            for entry in _debug_get_cache_entry_list(self._own.__code__):
+                dynamo_utils.orig_code_map[entry.code] = self._given
+            eval_frame.cached_backends.pop(id(self._backend), None)
+
+    def release(self) -> None:
+        """Release all traces now. Dynamo holds on to the first function that it traces in a process."""
+        reset_code(self._own.__code__)
 
     def run_of(self, *args: Any) -> Callable[..., Any] | None:
         """Return the function that runs the trace that fits a call; None if none does.
@@ -111,12 +120,6 @@ class TracedWhole:
         around = {**self._own.__globals__, "__import_torch_dot__dynamo_dot_utils": _UTILS}
         around |= {name: getattr(function, "_torchdynamo_orig_callable", function) for name, function in names.items()}
         return FunctionType(code, around, self._own.__name__, self._own.__defaults__)
-
-
-def _forget(code: CodeType, backend: int) -> None:
-    """Release traces: in maps of Dynamo's, what it made of a code keeps that code, which has it, and backends stay."""
-    reset_code(code)
-    eval_frame.cached_backends.pop(backend, None)
 
 
 # What traced code calls, without the regions for the profiler, which take 50 us.

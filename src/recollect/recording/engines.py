@@ -110,14 +110,17 @@ def _traced(
     ):
         warnings.simplefilter("ignore")
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
+        traced = dynamo.TracedWhole(_call, backend)
         try:
-            dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)
+            traced.trace(sample.module.forward, args, kwargs)
         except _TracedError:
             return found[0]
         except Exception as error:
             if not dynamo.raised_by_tracing(error):
                 raise
             return dynamo.first_line(error)
+        finally:
+            traced.release()
     return "nothing in it can be traced"
 
 
