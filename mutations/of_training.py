@@ -67,6 +67,12 @@ MUTATIONS = (
         (("    return vars(module).get(made_once) is", "    return True or vars(module).get(made_once) is"),),
     ),
     Mutation(
+        "gradients-taken-for-later-ones",
+        "a gradient that is made earlier than the one whose place it takes exceeds the budget in silence, step after step",
+        "attaching/held.py",
+        (("    if step.skipped():  # Steps may", "    if lacking:  # Steps may"),),
+    ),
+    Mutation(
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",

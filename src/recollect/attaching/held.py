@@ -200,10 +200,12 @@ def departure_at_end(step: StepUnderWay, planned: PlannedStep, structure: Struct
         return Departure("ran backward more often than the plan foresees, or for a graph of its own")
     further = [structure.parameters[at].grad for at in step.made - planned.made]
     nbytes = storage_bytes(gradient for gradient in further if gradient is not None)
-    # Steps may take one branch or the other.
-    nbytes -= sum(local_part(structure.parameters[at]).nbytes for at in planned.made - step.made)
+    lacking = planned.made - step.made
+    if step.skipped():  # Steps may take one branch or the other; else gradients may be there earlier than others were.
+        nbytes -= sum(local_part(structure.parameters[at]).nbytes for at in lacking)
     if nbytes > 0 and planned.peak_bytes + nbytes > planned.budget_bytes:
-        return Departure(f"made {len(further)} gradients that its plan does not foresee", nbytes)
+        text = f"made {len(further)} gradients that its plan does not foresee"
+        return Departure(text, nbytes, is_understood=bool(lacking))
     more_bytes = step.beside_bytes - planned.more_bytes
     if more_bytes > planned.budget_bytes // 200 and planned.fits and step.calls == planned.calls:
         return Departure("held in backward what the model returned in the step before", more_bytes, is_understood=True)

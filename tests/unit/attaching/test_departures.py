@@ -152,6 +152,30 @@ def test_gradients_of_one_branch_take_the_place_of_those_of_the_other(recwarn: p
     assert not any("gradients that its plan does not foresee" in str(one.message) for one in recwarn)
 
 
+def test_a_gradient_that_comes_before_the_one_whose_place_it_takes_gets_room(model: Blocks) -> None:
+    """Every second step trains a table at the end instead of one at the beginning, whose gradient backward makes last."""
+    tables = nn.ParameterList([torch.zeros(4, 512, 32), torch.zeros(4, 512, 32)])
+    parts, rows = nn.ModuleList([model, tables]), torch.randn(512, 32)
+    optimizer = SGD(parts.parameters())
+
+    def train(*, is_late: bool) -> None:
+        first, last = (table if at == is_late else table.detach() for at, table in enumerate(tables))
+        loss = attached.call(lambda x: model(x + first.sum(0)), rows) + last.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with recollect.attach(parts, optimizer, "85%", log=lambda _: None) as attached:
+        train(is_late=False)
+        with pytest.warns(BudgetWarning, match=r"step 1 made 1 gradients that its plan does not foresee"):
+            train(is_late=True)
+        for number in range(4):
+            with peak_on_cpu() as found:
+                train(is_late=number % 2 == 1)
+            assert found[0] <= attached.budget_bytes, number
+        assert attached.recorded_steps == [0]
+
+
 @pytest.mark.parametrize("gradients_stay", [False, True], ids=["recorded once", "recorded twice"])
 @pytest.mark.parametrize("ends_with_step", [True, False], ids=["returned", "kept after backward"])
 def test_what_a_loop_holds_longer_than_the_models_next_output_gets_room(
