@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "casts-of-attributes-shared",
+        "under autocast, gradients of a tensor that traced layers share as an attribute are added up in another precision",
+        "engine/graph/graph_engine.py",
+        (("if trace.reads_leaves and", "if not trace and"),),
+    ),
+    Mutation(
         "gradients-of-whole-backwards-held",
         "a backward that keeps its graph holds the gradient of each layer's output until the graph is freed",
         "engine/graph/node.py",

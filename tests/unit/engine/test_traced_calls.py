@@ -73,11 +73,24 @@ def _with_a_shared_module() -> nn.Module:
     return made
 
 
+def _with_a_shared_tensor() -> nn.Module:
+    made, shared = model(), torch.ones(16, 16, requires_grad=True)
+    for block in made:
+        block.up.shared = shared
+        block.up.register_forward_pre_hook(lambda up, given: given[0] @ up.shared)
+    return made
+
+
 def _under_autocast(trained: Any) -> Tensor:
     with bfloat16:
         loss: Tensor = trained(X).square().mean()
     loss.backward()
     return loss
+
+
+def _of_a_shared_tensor(trained: Any) -> Tensor:
+    trained[0].up.shared.grad = None
+    return torch.stack([_under_autocast(trained), trained[0].up.shared.grad.sum()])
 
 
 def _two_under_one_autocast(trained: Any) -> Tensor:
@@ -102,6 +115,11 @@ def _of_a_leaf(trained: Any) -> Tensor:
         (_under_autocast, model, ""),
         (_under_autocast, _tied, "autocast keeps the cast of a parameter that other modules have, too"),
         (_under_autocast, _with_a_shared_module, "autocast keeps the cast of a parameter that other modules have, too"),
+        (
+            _of_a_shared_tensor,
+            _with_a_shared_tensor,
+            "it has tensors that need gradients as attributes, whose casts autocast keeps",
+        ),
         (
             _two_under_one_autocast,
             model,

@@ -339,6 +339,8 @@ class GraphForward(PlacedForward):
             raise UntraceableError(
                 "it turns autocast on where a block around it has it off, and keeps the casts of its weights"
             )
+        if trace.reads_leaves and any_autocast_is_enabled() and keeps_casts():
+            raise UntraceableError("it has tensors that need gradients as attributes, whose casts autocast keeps")
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if not op.facts.changes_nothing]
         if found != noted:
