@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ def total(x: torch.Tensor) -> torch.Tensor:
 compiled_total: Callable[[torch.Tensor], torch.Tensor] = torch.compile(total, backend="aot_eager")
 
 
+class Untraceable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * CONTEXT.get()
+
+
+CONTEXT = ContextVar("factor", default=2.0)
+
+
 class Loop:
     """A model with an optimizer; `arguments` are those of `record`."""
 
@@ -33,6 +42,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.arguments: dict[str, Any] = {"optimizer": self.optimizer, "loss_fn": torch.sum}
         self.seen: list[weakref.ref[Any]] = [weakref.ref(self.model), weakref.ref(self.optimizer)]
+        self.seen += map(weakref.ref, layers)
 
     def attach(
         self, budget: str = "90%", steps: int = 2, x: torch.Tensor = X, loss_fn: Any = torch.sum, **keywords: Any
@@ -46,6 +56,11 @@ class Loop:
             self.model(x[:, :8] if not steps else x)
         finally:
             attached.remove()
+
+    def untraceable(self) -> None:
+        for layer in self.model:
+            layer.append(Untraceable())
+        self.attach("80%", engine="graph")
 
     def plan(self, budget: str = "90%") -> recollect.Plan:
         return recollect.plan(recollect.record(self.model, X, **self.arguments), budget=budget)
@@ -67,6 +82,7 @@ ENDS: dict[str, tuple[Callable[[Loop], object], str]] = {
     "attach": (Loop.attach, ""),
     "attach, compiled in the step": (lambda loop: loop.attach(loss_fn=compiled_total), ""),
     "attach, measured": (lambda loop: loop.attach(measure=True), ""),
+    "attach, not traced": (Loop.untraceable, ""),
     "attach, no room": (lambda loop: loop.attach("1KiB"), "BudgetTooSmallError"),
     "attach, no budget": (lambda loop: loop.attach("many"), "QuantityError"),
     "attach, no such unit": (lambda loop: loop.attach(units=["nope"]), "UnknownNameError"),

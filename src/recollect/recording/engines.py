@@ -82,11 +82,17 @@ def _traced(
     if sample.num_hooks != num_hooks(sample.module):
         return "it gets hooks while its model runs"
     found: list[JointRecord | str] = []
+    # Where tracing fails, Dynamo may hold the backend, and must not hold tensors with it, nor code: that names classes, of which
+    # those of parametrized modules hold their module.
+    asked: list[tuple[UnitSample, UnitGraph, list[Any], Costs | None]] = []
+    codes: list[Any] = []
 
     def backend(code: Any, _: Any) -> Any:
+        codes.append(code)
+
         def run(*inputs: Any) -> None:
             try:
-                found.append(_joint(sample, graph, tree_leaves((args, kwargs)), costs, code, inputs))
+                found.append(_joint(*asked.pop(), codes.pop(), inputs))
             except Exception as error:  # noqa: BLE001 - the engine leaves the unit to the tape after any, too
                 found.append(dynamo.first_line(error))
             raise _TracedError
@@ -110,6 +116,7 @@ def _traced(
     ):
         warnings.simplefilter("ignore")
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
+        asked.append((sample, graph, tree_leaves((args, kwargs)), costs))
         traced = dynamo.TracedWhole(_call, backend)
         try:
             traced.trace(sample.module.forward, args, kwargs)
@@ -121,6 +128,8 @@ def _traced(
             return dynamo.first_line(error)
         finally:
             traced.release()
+            asked.clear()
+            codes.clear()
     return "nothing in it can be traced"
 
 
