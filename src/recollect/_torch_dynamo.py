@@ -87,7 +87,7 @@ class TracedWhole:
         try:
             return self._trace(*args)
         finally:
-            # Else in Dynamo's maps what it made for a trace would keep our code, which has it, and backends would stay for good.
+            # Else, in Dynamo's maps, what it made for a trace keeps our code, which has it, and backends stay for good.
             for entry in _debug_get_cache_entry_list(self._own.__code__):
                 dynamo_utils.orig_code_map[entry.code] = self._given
             eval_frame.cached_backends.pop(id(self._backend), None)

@@ -82,8 +82,8 @@ def _traced(
     if sample.num_hooks != num_hooks(sample.module):
         return "it gets hooks while its model runs"
     found: list[JointRecord | str] = []
-    # Where tracing fails, Dynamo may hold the backend, and must not hold tensors with it, nor code: that names classes, of which
-    # those of parametrized modules hold their module.
+    # Where tracing fails, Dynamo may hold the backend, and must not hold tensors with it, nor code: that names classes, of
+    # which those of parametrized modules hold their module.
     asked: list[tuple[UnitSample, UnitGraph, list[Any], Costs | None]] = []
     codes: list[Any] = []
 
