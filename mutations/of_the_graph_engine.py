@@ -14,6 +14,18 @@ MUTATIONS = (
         (("if trace.reads_leaves and", "if not trace and"),),
     ),
     Mutation(
+        "outputs-that-are-views-not-written",
+        "a loop that writes in place to what a layer returns ends in PyTorch's error if the layer ends in a view",
+        "engine/graph/node.py",
+        (("if found[index]._is_view():", "if False:"),),
+    ),
+    Mutation(
+        "traces-made-at-each-change",
+        "where steps alternate between two plans, each change makes the traces of all layers again",
+        "attaching/placement.py",
+        (("if step() is chosen), None)", "if step() is None), None)"),),
+    ),
+    Mutation(
         "gradients-of-whole-backwards-held",
         "a backward that keeps its graph holds the gradient of each layer's output until the graph is freed",
         "engine/graph/node.py",

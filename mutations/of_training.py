@@ -232,7 +232,7 @@ MUTATIONS = (
         "names-of-a-first-step-kept",
         "layers that prepare themselves in the first step give later values other names, and exceed the budget in silence",
         "attaching/placement.py",
-        (("its.may_be_prepared and not chosen.number", "its.may_be_prepared and chosen.number"),),
+        (("its.may_be_prepared and is_first", "its.may_be_prepared and not is_first"),),
     ),
     Mutation(
         "error-holds-model",

@@ -140,6 +140,15 @@ share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.pa
 # Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
+_ABOVE_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's memory as a tensor that is no view to autograd, and counts its own writes; call it below autograd."""
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_VIEWS):
+        return tensor.view_as(tensor)
+
+
 # Run recorded ops as they were recorded, below autocast, for every device type.
 disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 

@@ -28,7 +28,7 @@ from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied, PlacedForward, placed_call, tell_departures, time_reruns
+from recollect.engine.placed_forward import Applied, PlacedForward, placed_call, time_reruns
 from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.stopwatch import Stopwatch
@@ -264,6 +264,8 @@ class Placement:
         self._watcher = watcher
         watcher.rehearses = self._rehearses
         self._applied: Applied | None = None
+        # Steps may alternate: what was in place has traces, and has seen which modules it need not watch.
+        self._known: list[tuple[weakref.ref[PlannedStep], Applied]] = []
 
     def begin(self, unit_paths: Sequence[str]) -> None:
         apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to check whether this is possible.
@@ -284,21 +286,28 @@ class Placement:
         self.active = chosen
 
     def _applied_plan(self, chosen: PlannedStep) -> Applied:
+        if known := next((applied for step, applied in self._known if step() is chosen), None):
+            known._put()
+            return known
         # Weakly, as a graph that is kept holds the tape.
         watcher = weakref.ref(self._watcher)
+        units, is_first = chosen.plan.units, not chosen.number
 
         def departs(path: str, value: str) -> None:
             if (its := watcher()) is None:
                 return
             where = f"{value!r} in {unit_words(path)}"
-            if value not in chosen.plan.units[path].actions:
+            if value not in units[path].actions:
                 its.departs(f"computed {where}, which its plan does not name", unnamed=(path, value))
-            elif its.may_be_prepared and not chosen.number:
+            elif its.may_be_prepared and is_first:
                 its.may_be_prepared = False
                 its.departs(f"did not compute {where}", more_bytes=0)
 
         applied = apply_own(self.model, chosen.plan)
-        tell_departures(applied, departs)
+        for forward in applied._forwards:
+            forward.tell_departures(departs)
+        if not chosen.plan.predicted_host_bytes:  # Else it holds host memory.
+            self._known = [entry for entry in self._known if entry[0]()] + [(weakref.ref(chosen), applied)]
         return applied
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
@@ -321,13 +330,14 @@ class Placement:
 
     def remove(self) -> None:
         self.put(None)
+        self._known.clear()
         self._watching.remove()
         self.units.units.clear()
 
     def _replace(self, make: Callable[[], Applied] | None) -> None:
         with self.suspended():
             if self._applied is not None:
-                self._applied.remove()
+                self._applied._take_off()
             self._applied = None if make is None else make()
 
 

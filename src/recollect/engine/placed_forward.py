@@ -222,18 +222,24 @@ class Applied(Handle):
         self._forwards = list(forwards)
         for forward in self._forwards:
             forward.applied = self
+        self._put()
+
+    def _put(self) -> None:
+        for forward in self._forwards:
             forward.put()
+
+    def _take_off(self) -> None:
+        for forward in reversed(self._forwards):
+            forward.take_off()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Suspend the plan for the duration of a with-block."""
-        for forward in reversed(self._forwards):
-            forward.take_off()
+        self._take_off()
         try:
             yield
         finally:
-            for forward in self._forwards:
-                forward.put()
+            self._put()
 
     @property
     def host_use(self) -> HostUse | None:
@@ -305,8 +311,7 @@ class Applied(Handle):
     def remove(self) -> None:
         """Restore every module's own forward; do nothing the second time."""
         self.is_removed = True
-        for forward in reversed(self._forwards):
-            forward.take_off()
+        self._take_off()
         self._forwards = []
 
     def __repr__(self) -> str:
@@ -317,11 +322,6 @@ class Applied(Handle):
 def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
     for forward in applied._forwards:
         forward.time_reruns(watch)
-
-
-def tell_departures(applied: Applied, departs: Callable[[str, str], object]) -> None:
-    for forward in applied._forwards:
-        forward.tell_departures(departs)
 
 
 class PlanPerMicroBatch(PlacedForward):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Block, Computes
+from recollect.engine.graph.graph_engine import GraphForward
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.profile.events import ALLOC
@@ -292,3 +293,15 @@ def test_its_history_counts_from_the_first_plan_on(search: str | None) -> None:
     found, peaks, predicted_bytes = losses(search, "90%")
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= predicted_bytes
+
+
+def test_steps_that_alternate_keep_their_traces() -> None:
+    """A trace takes half a second: steps of two sizes with plans of their own must not make it again at each change."""
+    traces = []
+    with attached_loop("60%", Model(256), engine="graph") as (model, optimizer, attached):
+        for _ in range(4):
+            for rows in (512, 512, 96, 96):
+                step(model, optimizer, rows)
+            traces.append(GraphForward.num_traces)
+        assert len(attached.planned) == 2
+    assert traces[1:] == traces[1:2] * 3

@@ -235,6 +235,41 @@ def test_a_step_that_looks_for_anomalies_runs_on_the_tape() -> None:
     assert [forward.why_not for forward in traced_forwards(handle)] == [""] * 3
 
 
+class _EndsInView(nn.Sequential):
+    """Its last op is a view: of a product with a bias, or of what backward reads."""
+
+    def __init__(self, is_read: bool = False) -> None:
+        torch.manual_seed(0)
+        last = nn.ReLU() if is_read else nn.Identity()
+        super().__init__(nn.Flatten(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), last, nn.Unflatten(1, (2, 8)))
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2)], ids=["all of it", "a part of it"])
+def test_an_output_that_is_a_view_can_be_written_to(part: slice) -> None:
+    def run(trained: Any) -> Tensor:
+        hidden = X.view(8, 2, 8)
+        for layer in trained:
+            made = layer(hidden)
+            made[..., part] += hidden[..., part]
+            hidden = made
+        loss = hidden.square().mean()
+        loss.backward()
+        return loss
+
+    handle = is_equal(run, lambda: nn.Sequential(*(_EndsInView() for _ in PATHS)))
+    assert num_tape_calls(handle) == len(PATHS)
+
+
+def test_a_write_to_an_output_that_is_a_view_of_what_backward_reads() -> None:
+    trained = nn.Sequential(*(_EndsInView(is_read=True) for _ in PATHS))
+    with traced(trained, PATHS, FULL):
+        step(trained)
+        made = trained(X)
+        made += 1
+        with pytest.raises(MutatedValueError, match="saved for backward in 2, was changed in place 1 time"):
+            made.sum().backward()
+
+
 def test_a_write_that_raises_no_version() -> None:
     planned = model()
     with traced(planned, PATHS, FULL):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from recollect._torch_dtensor import local_part, spec_of, spread
 from recollect._torch_functions import goes_everywhere
 from recollect._torch_parallel import runs_in_ddp
-from recollect._torch_private import at_end_of_backward, below_autograd, disable_autocast, keeps_graph
+from recollect._torch_private import as_no_view, at_end_of_backward, below_autograd, disable_autocast, keeps_graph
 from recollect.engine.content import glance_at
 from recollect.engine.draws import refuse_draws
 from recollect.engine.function_call import autocast_now
@@ -60,6 +61,9 @@ class TracedUnit:
         # Views of all of an output before them, for which programs return that output; and what writes to it returned.
         places = [(one.storage, one.layout) for one in trace.outputs]
         self.views = [index for index, _ in self.made if places.index(places[index]) != index]
+        # Those whose memory no input and no other output has: writing to them in place is allowed, as it is in eager mode.
+        storages = Counter(one.storage for one in (*trace.inputs, *trace.outputs))
+        self.own = [index for index, _ in self.made if storages[trace.outputs[index].storage] == 1]
         self.no_grad = [place for place, (index, _) in enumerate(self.made) if not trace.outputs_need_grad[index]]
         self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()
@@ -247,6 +251,9 @@ class _Call:
                 refuse_draws(op.facts, op.func, op.args, op.kwargs, self.path, [op.name, *writes][-1])
         with below_autograd(), disable_autocast():
             found = program.forward(list(inputs))
+            for index in unit.own:
+                if found[index]._is_view():
+                    found[index] = as_no_view(found[index])
         saved = self.saved = found[len(unit.trace.outputs) :]
         seen = [inputs[index] for index in program.read]
         if program.returned:
