@@ -77,6 +77,8 @@ def check_traces(subject: Subject) -> CheckedTraces:
         expected = _train(plain, batch)
     except Exception as error:
         return replace(found, verdict="not built", reason=_reason(error))
+    if not all(expected[f"loss of step {number}"].isfinite() for number in range(1, _STEPS + 1)):
+        return replace(found, verdict="not built", reason="training without a plan diverges")
     start = copy.deepcopy(model)
     try:
         found, got = _trained_from_traces(found, model, batch)
