@@ -144,7 +144,7 @@ _ABOVE_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory as a tensor that is not a view to autograd, and counts its own writes; call it below autograd."""
+    """Return a tensor with the same memory, but not a view to autograd: it counts its own writes. Call it below autograd."""
     with torch._C._ExcludeDispatchKeyGuard(_ABOVE_VIEWS):
         return tensor.view_as(tensor)
 
