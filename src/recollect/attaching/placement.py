@@ -307,6 +307,9 @@ class Placement:
         for forward in applied._forwards:
             forward.tell_departures(departs)
         if not chosen.plan.predicted_host_bytes:  # Else it holds host memory.
+            for step, known in self._known:
+                if step() is None:
+                    known.remove()
             self._known = [entry for entry in self._known if entry[0]()] + [(weakref.ref(chosen), applied)]
         return applied
 
@@ -330,14 +333,18 @@ class Placement:
 
     def remove(self) -> None:
         self.put(None)
+        for _, applied in self._known:
+            applied.remove()
         self._known.clear()
         self._watching.remove()
         self.units.units.clear()
 
     def _replace(self, make: Callable[[], Applied] | None) -> None:
         with self.suspended():
-            if self._applied is not None:
+            if self._applied in [known for _, known in self._known]:
                 self._applied._take_off()
+            elif self._applied is not None:
+                self._applied.remove()
             self._applied = None if make is None else make()
 
 
