@@ -3,7 +3,7 @@
 While a graph is captured, the allocator takes segments of the device's memory for the graph's own pool, splits them into
 blocks, and gives none back to the device. The pool ends as large as the blocks and the gaps between them ever made it.
 The sizes and rules are those of PyTorch's `CUDACachingAllocator.cpp`, with its default settings. What an op takes while it
-runs counts as one block; where it is several, they may fit into gaps, and the pool is a segment smaller.
+runs counts as one block; where it is several, they may fit into gaps, and the pool may be a segment smaller.
 """
 
 from __future__ import annotations
