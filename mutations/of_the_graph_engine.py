@@ -454,7 +454,18 @@ MUTATIONS = (
         "graph-hooks-in-their-module",
         "in a trace, what a hook runs belongs to the module that the hook is on",
         "_torch_dynamo.py",
-        (("if not any(_is_in(hook, node) for hook in hooks):", "if True:"),),
+        (("id(module) in names and not any(_is_in(hook, node) for hook in hooks)", "id(module) in names"),),
+    ),
+    Mutation(
+        "graph-parts-in-lists",
+        "in a trace, a part that is reached through a list of the module's own has no place",
+        "_torch_dynamo.py",
+        (
+            (
+                'module = module[ast.literal_eval(step[1:])] if step[0] == "[" else getattr(module, step)',
+                "module = getattr(module, step)",
+            ),
+        ),
     ),
     Mutation(
         "graph-collectives-of-dtensors-unnamed",

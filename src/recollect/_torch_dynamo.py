@@ -3,6 +3,7 @@
 Importing this imports Dynamo, which takes a second: files import it inside functions.
 """
 
+import ast
 import gc
 import inspect
 import itertools
@@ -11,7 +12,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, SimpleNamespace
@@ -253,17 +254,27 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     return [(key, _ROOT.sub("", _GIVEN.sub("", _PART.sub(r".\1", str(entry[0]))))) for key, entry in stack.items()]
 
 
-def module_path(node: fx.Node, root: torch.nn.Module) -> str:
-    """Return the path, below the traced module `root`, of the innermost module whose forward a node was traced in.
+def path_around(node: fx.Node, root: torch.nn.Module, names: Mapping[int, str | None]) -> str | None:
+    """Return the name, by `id`, of the innermost module inside the traced `root` whose forward a node was traced in.
 
     Dynamo counts hooks as parts of the module that they are on; they run in the forward of the module around it.
     """
     for _, path in reversed(module_stack(node)):
-        module = root.get_submodule(path)
+        module = _part(root, path)
         hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-        if not any(_is_in(hook, node) for hook in hooks):
-            return path
-    return ""
+        if id(module) in names and not any(_is_in(hook, node) for hook in hooks):
+            return names[id(module)]
+    return names[id(root)]
+
+
+def _part(module: Any, path: str) -> torch.nn.Module:
+    """Return the module at a path, which may lead through a list or a dict that a module keeps (`layers[0]`)."""
+    for step in _STEP.findall(path):
+        module = module[ast.literal_eval(step[1:])] if step[0] == "[" else getattr(module, step)
+    return module
+
+
+_STEP = re.compile(r"\[?[^.[\]]+")
 
 
 # A frame, as Dynamo writes where a node was traced.

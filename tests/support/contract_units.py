@@ -1409,3 +1409,18 @@ units(
     around=partial(torch.autocast, "cpu", enabled=False),
     calls=lambda units, hidden: units[0](units[0](hidden)),
 )
+
+
+def _named_elsewhere_too(model: Model) -> None:
+    unit = model.units[0]
+    unit.parts, unit.by_name = [unit.first, nn.Linear(WIDTH, WIDTH)], {"last": unit.second}
+
+
+units(
+    {
+        "parts that a list and a dict hold": lambda self, x: self.by_name["last"](
+            self.parts[1](self.parts[0](x).sin()).exp()
+        )
+    },
+    prepare=_named_elsewhere_too,
+)

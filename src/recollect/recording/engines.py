@@ -140,15 +140,14 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 def _joint(
     sample: UnitSample, graph: UnitGraph, leaves: list[Any], costs: Costs | None, code: Any, inputs: Any
 ) -> JointRecord:
-    from recollect._torch_dynamo import module_path
+    from recollect._torch_dynamo import path_around
     from recollect.engine.graph.code_names import check_code
     from recollect.engine.graph.joint import Joint, key_of
     from recollect.engine.graph.trace import Trace
 
     check_code(sample.module)
     names = {id(module): path for path, module in reversed(list(sample.module.named_modules(remove_duplicate=False)))}
-    modules = {node.name: sample.module.get_submodule(module_path(node, sample.module)) for node in code.graph.nodes}
-    paths = {name: names[id(module)] for name, module in modules.items()}
+    paths = {node.name: path_around(node, sample.module, names) for node in code.graph.nodes}
     trace = Trace(code, inputs, paths)
 
     def working_bytes(op: TracedOp) -> int:

@@ -350,14 +350,14 @@ class GraphForward(PlacedForward):
 
     def _scopes_of(self, graph: Any) -> dict[str, str | None]:
         """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
-        from recollect._torch_dynamo import module_path
+        from recollect._torch_dynamo import path_around
 
-        names = {id(scope.module): scope.names[self.path] for scope in self._scopes}
-        found: dict[str, str | None] = {}
-        for node in graph.graph.nodes:
-            path = module_path(node, self.module)
-            found[node.name] = None if not path else names.get(id(self.module.get_submodule(path)), path)
-        return found
+        names: dict[int, str | None] = {
+            id(module): path for path, module in reversed(list(self.module.named_modules(remove_duplicate=False)))
+        }
+        names |= {id(scope.module): scope.names[self.path] for scope in self._scopes}
+        names[id(self.module)] = None
+        return {node.name: path_around(node, self.module, names) for node in graph.graph.nodes}
 
 
 def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
