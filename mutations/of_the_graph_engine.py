@@ -457,6 +457,30 @@ MUTATIONS = (
         (("id(module) in names and not any(_is_in(hook, node) for hook in hooks)", "id(module) in names"),),
     ),
     Mutation(
+        "graph-numbers-unguarded",
+        "no guard of a trace looks at the numbers that code read of the integers it was given",
+        "_torch_reads.py",
+        (("lambda tensor: tensor.tolist() == content", "lambda tensor: True"),),
+    ),
+    Mutation(
+        "graph-numbers-from-before-a-write",
+        "a trace takes numbers for constants that were written to before they were read",
+        "_torch_reads.py",
+        (("if not _holds_integers(given) or _may_be_written(node):", "if not _holds_integers(given):"),),
+    ),
+    Mutation(
+        "graph-numbers-of-any-op",
+        "numbers that a unit draws and reads are constants of its trace",
+        "_torch_reads.py",
+        (("if node.target not in _OPS:", "if False:"), ("user.target in _OPS and _is_only_read", "_is_only_read")),
+    ),
+    Mutation(
+        "graph-kinds-without-numbers",
+        "calls in which a unit reads different numbers count as one kind",
+        "engine/graph/graph_engine.py",
+        (("if self._alike in self.tape.reads_numbers:", "if False:"),),
+    ),
+    Mutation(
         "graph-parts-in-lists",
         "in a trace, a part that is reached through a list of the module's own has no place",
         "_torch_dynamo.py",

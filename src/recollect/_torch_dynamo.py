@@ -31,6 +31,7 @@ from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recollect._torch_reads import numbers_as_constants
 from recollect.garbage import without_collections
 
 # The errors of a function that could not be traced, or not into one graph, or too often.
@@ -165,15 +166,23 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def tracing_as_eager() -> Iterator[None]:
+def tracing_as_eager() -> Iterator[list[Any]]:
     """Have Dynamo guard hooks of modules and tied weights, and tell code that asks whether it is compiled that it is not.
 
     By default it takes these for constant: a hook added later would be ignored, and tied weights' gradients would be added up
     in a different order. There is no public way to change the answers.
     Dynamo's warnings are left out; the unit's own warnings were shown when it ran on the tape.
+
+    Numbers that code reads of integers it is given become constants, which guards look at; this yields a list of them.
     """
-    with _TURN, without_collections(), _tracing_as_eager():
-        yield
+    read: list[Any] = []
+    with (
+        _TURN,
+        without_collections(),
+        _tracing_as_eager(),
+        numbers_as_constants(read),
+    ):
+        yield read
     # What Dynamo leaves in reference cycles holds tensors that modules have as attributes. It is young, and quickly found.
     gc.collect(1)
 

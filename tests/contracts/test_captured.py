@@ -33,10 +33,13 @@ CAPTURED = (plain, accumulated, twice)
 DRAWING = frozenset(
     {"gumbel softmax", "custom op that draws", "alpha dropout", "encoder layer", "channel dropout", "lstm", "dropout"}
     | {"attention with weights", "attention dropout", "noise", "own generator", "seeds of its own", "low rank adapter"}
-    | {"unit called three times", "own checkpoint", "branch on training"}
+    | {"unit called three times", "own checkpoint", "branch on training", "number drawn and read"}
 )
 # Those and others with random ops: what is kept of the rest is what is kept where all is recomputed.
 WITH_DRAWS = DRAWING | {"random relu", "random relu in place", "causal sdpa", "masked sdpa"}
+
+# Their own code reads tensors, which no capture allows; traced, guards read them in its place.
+READING = frozenset({"lengths read", "number read"})
 
 REFUSED = r"got \S+ in unit '[\w.]+'='recompute', torch\.cuda\.graph='capturing': to draw the same random numbers"
 
@@ -89,7 +92,7 @@ def test_a_policy_keeps_what_draws(name: str) -> None:
     assert_nothing_found(UNITS[name], "checkpoint", AllButDraws())
 
 
-@pytest.mark.parametrize("name", long_but(list(UNITS)[::4], UNITS))
+@pytest.mark.parametrize("name", long_but(list(UNITS)[::4], [name for name in UNITS if name not in READING]))
 def test_from_traces(name: str) -> None:
     # Dropout on the CPU changes in place what it has drawn.
     assert_nothing_found(UNITS[name], "graph", AllButDraws(also=frozenset({"div_", "mul_"})))

@@ -276,6 +276,41 @@ def test_arguments_of_many_shapes() -> None:
     stays(case, "its arguments come in more than 8 shapes", plain, plain)
 
 
+def _lengths_of(numbers: range) -> Case:
+    """Calls with lengths of sequences, which the unit's code reads: their contents change, their shapes do not."""
+    return Case(
+        "lengths",
+        UNITS["lengths read"].function,
+        calls=lambda units, x: torch.stack(
+            [units[0](x.repeat(3, 1), torch.tensor([0, number, 12])).mean() for number in numbers]
+        ),
+    )
+
+
+def test_numbers_that_code_reads() -> None:
+    case = _lengths_of(range(3, 6))
+    model, expected = case.model(), Run(case.model()).through(plain, plain, plain)
+    with applied("graph", model, FULL) as handle:
+        assert_same_gradients(expected, Run(model).through(plain, plain, plain))
+        # The first two of the first step, before it is known that code reads them; then each once.
+        assert num_tape_calls(handle) == 5
+        assert not any(forward.why_not for forward in traced_forwards(handle))
+
+
+def test_numbers_of_a_buffer_that_changes() -> None:
+    case = Case(
+        "lengths of a buffer",
+        lambda self, x: torch.cat([one.softmax(0).exp() for one in self.first(x).split(self.lengths.tolist())]),
+        prepare=lambda model: model.units[0].register_buffer("lengths", torch.tensor([1, 3])),
+    )
+    _, why_not = changed(lambda model: model.units[0].lengths.copy_(torch.tensor([2, 2])), case)
+    assert why_not == ""
+
+
+def test_numbers_that_differ_in_every_call() -> None:
+    stays(_lengths_of(range(1, 11)), "its arguments come in more than 8 shapes or contents", plain, plain)
+
+
 def test_a_third_shape_where_the_tape_has_learned_what_to_watch() -> None:
     case = Case(
         "shapes",

@@ -29,6 +29,7 @@ LAYERS = (
     "_torch_fsdp",
     "_torch_replicate",
     "_torch_parallel",
+    "_torch_reads",
     "_torch_dynamo",
     "_torch_compile",
     "weak_hooks",

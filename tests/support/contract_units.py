@@ -1323,7 +1323,10 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "RuntimeError when making fake tensor call": ("function that fills slices",),
     "reads memory between the writes to it": ("random relu in place",),
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
-    "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
+    "gives back depends on data": (
+        *("one element", "loop over experts", "mask of data", "number under autocast"),
+        *("number written to before it is read", "number drawn and read"),
+    ),
     "it returns a view of an input": ("view of the input out", "position bias", "spectral norm"),
     "it returns the same memory twice, with and without a gradient": ("attribute of an earlier call",),
     "it returns the same memory twice: once as a view from before a write to it": ("alias from before a write out",),
@@ -1423,4 +1426,25 @@ units(
         )
     },
     prepare=_named_elsewhere_too,
+)
+
+
+def _by_lengths(self: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """Attention goes by the lengths of sequences so."""
+    parts = self.first(x).split((ends[1:] - ends[:-1]).tolist())
+    return torch.cat([one.softmax(0).exp() for one in parts])
+
+
+units({"lengths read": _by_lengths}, calls=lambda units, x: units[0](x, torch.tensor([0, 1, 4])))
+units(
+    {
+        "number read": lambda self, x, ends: self.first(x).mul(ends.diff().max().item()).exp(),
+        "number written to before it is read": lambda self, x, ends: (
+            self.first(x).mul([ends.data[1:].add_(1), ends.max().item()][1]).sin()
+        ),
+        "number drawn and read": lambda self, x, ends: (
+            self.first(x).mul(torch.randint_like(ends, 9).max().item()).sin()
+        ),
+    },
+    calls=lambda units, x: units[0](x, torch.tensor([0, 1, 3])),
 )

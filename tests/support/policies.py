@@ -87,7 +87,16 @@ class Only:
 
 # Of the registry's units.
 DRAWS = frozenset(
-    {"bernoulli_", "exponential_", "rand", "randn_like", "rrelu_with_noise", "rrelu_with_noise_", "native_dropout"}
+    {
+        "bernoulli_",
+        "exponential_",
+        "rand",
+        "randint_like",
+        "randn_like",
+        "rrelu_with_noise",
+        "rrelu_with_noise_",
+        "native_dropout",
+    }
     | {"recollect_tests:drop", "_scaled_dot_product_flash_attention_for_cpu"}
 )
 

@@ -40,7 +40,7 @@ from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code_names import check_code
 from recollect.engine.graph.node import TracedUnit, running
-from recollect.engine.graph.noting_tape import NotedOp, NotingTape
+from recollect.engine.graph.noting_tape import NotedOp, NotingTape, is_noted
 from recollect.engine.graph.shared_memory import OtherMemoryError
 from recollect.engine.graph.trace import Trace
 from recollect.engine.opcall import NO_MODES, current_settings
@@ -72,7 +72,8 @@ _MOST_MISSES: Final = 4
 _LONG_S = 60.0
 
 Kind: TypeAlias = tuple[Any, ...]
-"""PyTorch's settings, whether the module trains, what autocast casts to, and shapes, types and layouts of tensors in a call."""
+"""PyTorch's settings, whether the module trains, what autocast casts to, integers that its code reads, and shapes, types and
+layouts of tensors in a call."""
 
 
 def graph_forwards(
@@ -179,7 +180,18 @@ class GraphForward(PlacedForward):
     def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
         settings = current_settings(NO_MODES).values + op_choices()
-        return settings, self.module.training, autocast, *[(one.shape, one.dtype, spec_of(one)) for one in tensors]
+        read: tuple[Any, ...] = ()
+        if self._alike in self.tape.reads_numbers:
+            from recollect._torch_reads import integers_in
+
+            read = integers_in(tensors)
+        return (
+            settings,
+            self.module.training,
+            autocast,
+            read,
+            *[(one.shape, one.dtype, spec_of(one)) for one in tensors],
+        )
 
     def _look_at_casts(self, tensors: Sequence[torch.Tensor], *, is_new: bool) -> None:
         """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
@@ -255,19 +267,21 @@ class GraphForward(PlacedForward):
         GraphForward.num_traces += 1
         begin = perf_counter()
         try:
-            with stage(f"tracing {unit_words(self.path)}"), dynamo.tracing_as_eager(), running_unit():
+            with stage(f"tracing {unit_words(self.path)}"), dynamo.tracing_as_eager() as read, running_unit():
                 _tracing.unit = self
                 output = traces.trace(*call)
         except Exception as error:
             if not dynamo.raised_by_tracing(error):
                 raise
-            # One that was traced before may have changed: its next call on the tape shows it.
-            if kind not in self._has_traced:
+            # One that was traced before, or reads numbers, may have changed: its next call on the tape shows it.
+            if kind not in self._has_traced and not (read and self._alike not in self.tape.reads_numbers):
                 self._leave_to_tape(dynamo.first_line(error))
             self._has_traced.discard(kind)
             raise _NotTracedError from error
         finally:
             _tracing.unit = None
+            if read:
+                self.tape.reads_numbers.add(self._alike)
         seconds = perf_counter() - begin
         if seconds > _LONG_S:
             warn_user(
@@ -308,7 +322,9 @@ class GraphForward(PlacedForward):
                     scope.take_off()
         if note is not None:
             if len(self._noted) >= _MOST_KINDS:
-                self._leave_to_tape(f"its arguments come in more than {_MOST_KINDS} shapes")
+                self._leave_to_tape(
+                    f"its arguments come in more than {_MOST_KINDS} shapes{' or contents' if note[3] else ''}"
+                )
             else:
                 self._noted[note] = noted
         return output
@@ -342,7 +358,7 @@ class GraphForward(PlacedForward):
         if trace.reads_leaves and any_autocast_is_enabled() and keeps_casts():
             raise UntraceableError("it has tensors that need gradients as attributes, whose casts autocast keeps")
         noted = self._noted[self._kind]
-        found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if not op.facts.changes_nothing]
+        found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if is_noted(op.facts)]
         if found != noted:
             raise UntraceableError(other_ops(found, noted))
         # Dynamo holds it until the traced code is gone, which this object holds: it must not hold this object.
@@ -352,6 +368,7 @@ class GraphForward(PlacedForward):
         """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
         from recollect._torch_dynamo import path_around
 
+        # Others, as those that the user compiled, have names that the tape never gives.
         names: dict[int, str | None] = {
             id(module): path for path, module in reversed(list(self.module.named_modules(remove_duplicate=False)))
         }

@@ -11,7 +11,7 @@ import torch
 
 from recollect._torch_functions import FunctionWatcher, backward_of, is_of_an_op
 from recollect._torch_private import tree_leaves
-from recollect.engine.facts import facts_of
+from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import is_plain_value
 from recollect.engine.graph.code_names import names_in, state_in
@@ -48,18 +48,25 @@ class NotedOp(NamedTuple):
         return f"{self.module}.{self.name}".lstrip(".") + "".join(layouts)
 
 
+def is_noted(facts: OpFacts) -> bool:
+    """Whether an op must be in a unit's trace, too. The numbers that code reads of a tensor are constants of a trace."""
+    return not facts.changes_nothing and facts.name != "_local_scalar_dense"
+
+
 class NotingTape(Tape):
     """A tape that notes ops while it is asked to.
 
     Attributes:
         noted: the ops so far; None if nothing is noted.
         traced: units that have been traced, by the facts that units sharing a trace must agree on.
+        reads_numbers: facts of units whose code reads numbers of the integers that it is given.
     """
 
     def __init__(self, policy: Policy, *, agreement: Agreement | None = None) -> None:
         super().__init__(policy, agreement=agreement)
         self.noted: list[NotedOp] | None = None
         self.traced: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self.reads_numbers: set[Hashable] = set()
 
     @contextmanager
     def noting(self, *, is_on: bool) -> Iterator[list[NotedOp]]:
@@ -97,7 +104,7 @@ class _NotingMode(FunctionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
         facts = facts_of(func)
-        if output is not NotImplemented and not facts.changes_nothing and not self.is_foreign():
+        if output is not NotImplemented and is_noted(facts) and not self.is_foreign():
             layouts = [(result.shape, result.stride()) for result in tensors_in(output) if has_strides(result)]
             self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
         return output
