@@ -108,7 +108,7 @@ def private_torch_imports(source: str) -> list[str]:
     return found
 
 
-def test_private_names_of_torch_are_imported_in_eight_files() -> None:
+def test_private_names_of_torch_are_imported_in_nine_files() -> None:
     found = {
         str(path.relative_to(SOURCE)): private_torch_imports(path.read_text(encoding="utf-8"))
         for path in (SOURCE / "recollect").rglob("*.py")
@@ -116,7 +116,7 @@ def test_private_names_of_torch_are_imported_in_eight_files() -> None:
     files = sorted(name for name, imported in found.items() if imported)
     assert files == [
         f"recollect/_torch_{name}.py"
-        for name in ("compile", "dtensor", "dynamo", "fsdp", "functions", "memory", "parallel", "private")
+        for name in ("compile", "dtensor", "dynamo", "fsdp", "functions", "memory", "parallel", "private", "reads")
     ]
 
 
