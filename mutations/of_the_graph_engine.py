@@ -481,6 +481,12 @@ MUTATIONS = (
         (("if self._alike in self.tape.reads_numbers:", "if False:"),),
     ),
     Mutation(
+        "graph-one-pixel-channels-last",
+        "strides of dimensions of size 1 do not count where fake tensors may be laid out wrong",
+        "engine/graph/real_layouts.py",
+        (("if not tensor.is_contiguous() or tensor.dim() not in _IMAGE_DIMS or 1 not in tensor.shape:", "if True:"),),
+    ),
+    Mutation(
         "graph-parts-in-lists",
         "in a trace, a part that is reached through a list of the module's own has no place",
         "_torch_dynamo.py",

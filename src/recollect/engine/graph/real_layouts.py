@@ -17,7 +17,8 @@ _aten = torch.ops.aten
 # Their results are contiguous, whatever their arguments are.
 _PRODUCTS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
 
-# The strides that these give to dimensions of size 1 decide whether a tensor counts as channels last.
+# The strides of dimensions of size 1 decide whether an image, or a video, counts as channels last. These views set them.
+_IMAGE_DIMS: Final = (4, 5)
 _VIEWS: Final = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 
 _Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -36,7 +37,7 @@ def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> 
         return output
     # As statistics of a norm in 16 bits with weights in 32.
     is_mixed = len(made) > 1 and len({tensor.dtype for tensor in read if tensor.is_floating_point()}) > 1
-    is_known = not is_mixed and all(one.layout is torch.strided and one.is_contiguous() for one in (*read, *made))
+    is_known = not is_mixed and all(one.layout is torch.strided and _is_usual(one) for one in (*read, *made))
     if is_known or not all(_is_plain(tensor) for tensor in read):
         return output
     leaves, tree = tree_flatten((args, kwargs))
@@ -68,6 +69,13 @@ def _run_on_zeros(func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
             return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_in(found)]
     except Exception:
         return None
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, and does not count as channels last by the strides of dimensions of size 1."""
+    if not tensor.is_contiguous() or tensor.dim() not in _IMAGE_DIMS or 1 not in tensor.shape:
+        return tensor.is_contiguous()
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
