@@ -83,7 +83,8 @@ def _computed(node: fx.Node, contents: dict[Any, Any]) -> Any:
 
 
 def _given_as(placeholder: fx.Node) -> Any:
-    return placeholder.meta["grapharg"].example
+    argument = placeholder.meta.get("grapharg")  # Parts of a graph, as of a checkpoint, have none.
+    return None if argument is None else argument.example
 
 
 def _may_be_written(placeholder: fx.Node) -> bool:
