@@ -460,7 +460,7 @@ MUTATIONS = (
         "graph-numbers-unguarded",
         "no guard of a trace looks at the numbers that code read of the integers it was given",
         "_torch_reads.py",
-        (("lambda tensor: tensor.tolist() == content", "lambda tensor: True"),),
+        (('condition = f"{guard.name}.tolist() == {content}"', 'condition = "True"'),),
     ),
     Mutation(
         "graph-numbers-from-before-a-write",

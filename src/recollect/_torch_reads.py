@@ -99,5 +99,6 @@ def _is_only_read(node: fx.Node) -> bool:
 
 
 def _guard(content: Any, builder: Any, guard: Any) -> None:
+    """Compare at the root of the guards: those of a module's attributes are skipped while its dicts have not changed."""
     condition = f"{guard.name}.tolist() == {content}"
-    builder.get_guard_manager(guard).add_lambda_guard(lambda tensor: tensor.tolist() == content, [condition], None)
+    builder.add_python_lambda_leaf_guard_to_root([condition], [condition])
