@@ -418,6 +418,12 @@ MUTATIONS = (
         (("may_overwrite_first = self.mutates and self._owns_first()", "may_overwrite_first = False"),),
     ),
     Mutation(
+        "plans-of-others-count",
+        "the plan of a model that only shares a module counts as the model's own",
+        "applying.py",
+        (("if one in own or _holds(one.model, model) or _holds(model, one.model)]", "]"),),
+    ),
+    Mutation(
         "applied-twice",
         "a second plan is put on a model that has one",
         "applying.py",

@@ -25,7 +25,7 @@ from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import ENGINES
-from recollect.engine.tape_forwards import tape_forwards
+from recollect.engine.tape_forwards import ScopeForward, tape_forwards
 from recollect.engine.together import Agreement, first_call_forwards, is_partitioned
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
@@ -173,8 +173,16 @@ def applied_to(model: nn.Module) -> list[Applied]:
         >>> recollect.applied_to(nn.Linear(2, 2))
         []
     """
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, PlacedForward)))
+    found = [vars(module).get("forward") for module in model.modules()]
+    forwards = [forward for forward in found if isinstance(forward, PlacedForward)]
+    # Models may share modules inside units, as YOLO's share an activation: one's plan is not the other's.
+    own = {forward.applied for forward in forwards if not isinstance(forward, ScopeForward)}
+    applied = dict.fromkeys(forward.applied for forward in forwards)
+    return [one for one in applied if one in own or _holds(one.model, model) or _holds(model, one.model)]
+
+
+def _holds(model: nn.Module, module: nn.Module) -> bool:
+    return any(part is module for part in model.modules())
 
 
 @contextmanager
@@ -229,9 +237,11 @@ def _check_outputs_stay(model: nn.Module, plan: Plan, modules: Mapping[str, nn.M
 def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> None:
     planned = {id(forward.module) for forward in forwards}
     inside = {id(module) for forward in forwards for module in forward.module.modules()}
+    applied = applied_to(model)
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        if isinstance(own, PlacedForward) and not isinstance(own, EagerForward) and id(module) in inside:
+        is_placed = isinstance(own, PlacedForward) and not isinstance(own, EagerForward) and own.applied in applied
+        if is_placed and id(module) in inside:
             raise already_applied(name, "a recollect plan", f"remove that plan first: {own.applied.removal}")
         if is_checkpoint_wrapper(module):
             raise already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")

@@ -82,6 +82,24 @@ def test_nothing_stays_of_a_plan_on_two_engines_whose_layers_share_a_module() ->
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_models_that_share_a_module(order: int) -> None:
+    """Each has its plan, and loses it by itself, as models of YOLO with one activation for all."""
+    models = stack(), stack()
+    models[1].blocks[0].norm = models[0].blocks[1].norm
+    plain = [gradients(model, ROWS, mean_square) for model in models]
+    applied = [recollect.apply(model, block_plan("gelu")) for model in models]
+    assert [recollect.applied_to(model) for model in models] == [[one] for one in applied]
+    for model, expected in zip(models, plain, strict=True):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+        assert ops(model, ROWS)["gelu"] == 6
+    with pytest.raises(AlreadyAppliedError):
+        recollect.apply(models[0], block_plan("gelu"))
+    for one in applied[::order]:
+        one.remove()
+    assert not any("forward" in vars(module) for model in models for module in model.modules())
+
+
 def test_a_block_with_a_handle_that_was_removed() -> None:
     model = stack()
     optimizer = torch.optim.SGD(model.parameters())
