@@ -91,6 +91,12 @@ MUTATIONS = (
         (("            and (self.is_open or not other.is_open)\n", ""),),
     ),
     Mutation(
+        "names-of-data-not-learned",
+        "a loop that gives the model names of its data is recorded in each step",
+        "attaching/planned_step.py",
+        (("if len(found) >= _MANY_NAMES}", "if False}"),),
+    ),
+    Mutation(
         "plans-changed-among-open-calls",
         "a call that waits for backward beside others runs under a plan made for less beside it",
         "attaching/planned_step.py",

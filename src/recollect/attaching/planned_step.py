@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, shape_text
+from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, other_arguments, shape_text
 from recollect.attaching.timed_steps import Timing
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
@@ -37,6 +37,8 @@ _UNMEASURED = (
 _MOST_COURSES: Final = 4
 # Two steps are the same in all but an argument if their peaks without recompute differ by no more than this part.
 _SAME_PEAK: Final = 0.005
+# A string that had so many values in recorded steps names data, as files of images; one that switches has fewer.
+_MANY_NAMES: Final = 3
 # A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
 _MUCH_SMALLER: Final = 0.5
 _WORTH_SLOWDOWN: Final = 0.01
@@ -321,20 +323,21 @@ class PlannedSteps:
         ]
 
     def _learn_arguments(self, planned: PlannedStep) -> None:
-        """Ignore arguments that differ between two steps with the same course and the same peak."""
+        """Ignore arguments that differ between two steps with the same course and the same peak, and strings that name data."""
+        names: defaultdict[tuple[str, int], set[object]] = defaultdict(set)
         for step in self.steps:
-            is_same = (
-                step.calls != planned.calls
-                and [replace(c, arguments=()) for c in step.calls] == [replace(c, arguments=()) for c in planned.calls]
-                and step.courses == planned.courses
-                and abs(step.plain_peak_bytes - planned.plain_peak_bytes) <= _SAME_PEAK * planned.plain_peak_bytes
-            )
-            if not is_same:
+            if [course.without_sizes for course in step.courses] != [one.without_sizes for one in planned.courses]:
                 continue
-            for one, other in zip(step.calls, planned.calls, strict=True):
-                if len(one.arguments) == len(other.arguments):
-                    pairs = enumerate(zip(one.arguments, other.arguments, strict=True))
-                    self._ignored |= {(one.entry, position) for position, (mine, its) in pairs if mine != its}
+            calls, its_calls = ([replace(c, arguments=()) for c in made.calls] for made in (step, planned))
+            off_bytes = abs(step.plain_peak_bytes - planned.plain_peak_bytes)
+            has_same_peak = off_bytes <= _SAME_PEAK * planned.plain_peak_bytes
+            is_same = has_same_peak and calls == its_calls and step.courses == planned.courses
+            for place, values in other_arguments(step.calls, planned.calls):
+                if is_same:
+                    self._ignored.add(place)
+                elif all(type(value) is str for value in values):
+                    names[place].update(values)
+        self._ignored |= {place for place, found in names.items() if len(found) >= _MANY_NAMES}
         for step in self.steps:
             step.calls = [self.as_known(call) for call in step.calls]
         self.steps = [step for step in self.steps if step is planned or not planned.replaces(step)]

@@ -12,7 +12,7 @@ dictionaries and tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -80,6 +80,17 @@ class Call:
             and (self.has_gradients or not other.has_gradients)
             and (self.is_open or not other.is_open)
         )
+
+
+def other_arguments(
+    calls: Sequence[Call], others: Sequence[Call]
+) -> Iterator[tuple[tuple[str, int], tuple[object, object]]]:
+    """Yield (module that is called, position) of each argument that differs between two steps, and its two values."""
+    for one, other in zip(calls, others, strict=False):
+        if one.entry == other.entry and len(one.arguments) == len(other.arguments):
+            for position, values in enumerate(zip(one.arguments, other.arguments, strict=True)):
+                if values[0] != values[1]:
+                    yield (one.entry, position), values
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

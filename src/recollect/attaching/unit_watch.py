@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -74,6 +74,10 @@ class Course:
             elif runs.numel > numel:
                 found[path] = 1
         return found
+
+    @property
+    def without_sizes(self) -> Course:
+        return replace(self, units={path: runs._replace(numel=0) for path, runs in self.units.items()})
 
     @property
     def num_runs(self) -> int:
