@@ -657,4 +657,19 @@ MUTATIONS = (
         "recording/find_units.py",
         (("not unit.is_layer or firsts[id(unit.module)] is unit", "firsts"),),
     ),
+    Mutation(
+        "unused-graphs-forgotten",
+        "what a graph that no backward used up holds until the next step's output replaces it is not predicted",
+        "simulation/playback.py",
+        (("        self.handles.clear()\n", ""),),
+    ),
+    Mutation(
+        "recipes-taken-for-unused-graphs",
+        "values that only recipes hold are taken to live into the next step",
+        "simulation/playback.py",
+        (
+            ("        self.dropped.clear()\n", "        self.settle()\n"),
+            ("self.handles.clear()\n", "self.handles.clear()\n        self.dropped.clear()\n"),
+        ),
+    ),
 )

@@ -194,3 +194,53 @@ def test_units_that_return_what_they_get(seed: int) -> None:
     assert all(sums.peaks(decide(profile, plan)).peak_bytes == plan.predicted_peak_bytes for plan in plans)
     off_by = [(plan.predicted_peak_bytes or 0) - measured_bytes(model, batch, plan, mean_square) for plan in plans]
     assert 0 <= min(off_by) and max(off_by) <= 2 * ROOM_BYTES, off_by
+
+
+def with_states(*, reads: bool) -> Computes:
+    """Each layer returns a state, as recurrent ones do, which the loss does not need, and reads that of the layer before."""
+
+    def run_layer(self: Any, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = (self.linear(hidden).exp() * state).sin().repeat(1, 1, 2).tanh()[..., :16].sigmoid()
+        return hidden + self.linear(hidden + state if reads else hidden).tanh().sin(), state
+
+    def run(self: Any, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = [hidden]
+        for one in self.layers:
+            hidden, state = one(hidden, states[-1])
+            states.append(state)
+        return hidden, states
+
+    return Computes(run, layers=nn.ModuleList(Computes(run_layer, linear=nn.Linear(16, 16)) for _ in range(4)))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_graph_holds_that_no_backward_uses_up(reads: bool) -> None:
+    """While the loop holds the output; which values these are depends on the plan."""
+    torch.manual_seed(0)
+    model, batch = with_states(reads=reads), torch.randn(4, 128, 16)
+
+    def two_steps() -> None:
+        output = None
+        for _ in range(2):
+            model.zero_grad()
+            output = model(batch)
+            mean_square(output[0]).backward()
+        del output
+        model.zero_grad()
+
+    def measured_bytes(plan: Plan) -> int:
+        with recollect.apply(model, plan):
+            two_steps()
+            resident_bytes = storage_bytes([*model.parameters(), batch])
+            return resident_bytes + measure_peak(two_steps, device="cpu").peak_growth_bytes
+
+    profile = recollect.record(model, batch, loss_fn=lambda output: mean_square(output[0]), gradients="freed")
+    planner = Planner(profile)
+    plans = [planner.plan(budget_bytes) for budget_bytes in budgets(planner, (0.0, 0.3, 0.6, 1.0))]
+    plans += [predicted_plan(profile, random_plan(profile, number)) for number in range(5)]
+    plans += [recollect.classic_plan(profile, "full")]
+    sums = PeakSums.of(profile)
+    assert all(sums.peaks(decide(profile, plan)).peak_bytes == plan.predicted_peak_bytes for plan in plans)
+    assert all(recollect.timeline(profile, plan).total_bytes.max() == plan.predicted_peak_bytes for plan in plans)
+    off_by = [(plan.predicted_peak_bytes or 0) - measured_bytes(plan) for plan in plans]
+    assert 0 <= min(off_by) and max(off_by) <= 2 * ROOM_BYTES, off_by

@@ -40,10 +40,14 @@ _CACHES = frozenset({"past_key_values", "cache"})
 
 
 class Leftover(NamedTuple):
-    """A storage that is alive when the recording ends: its bytes, and the position of the event that made it."""
+    """A storage that is alive when the recording ends: its bytes, and the position of the event that made it.
+
+    `is_held`: by the model's code or the loop, not only by a graph that no backward used up, which holds what the plan says.
+    """
 
     nbytes: int
     made_at: int
+    is_held: bool
 
 
 def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[Key, Leftover]:
@@ -72,31 +76,8 @@ def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[
         elif code == events.RELEASE:
             saved.pop(operands[0], None)
     alive = {**values, **dict.fromkeys(saved.values())}
-    for key in dict.fromkeys(saved.values()):
-        source = _largest_source(calls[key[0]], key[1])
-        if source is not None:
-            alive[key[0], source] = None
-            made_at.setdefault((key[0], source), made_at[key])
     sizes = {key: calls[key[0]].values[key[1]].nbytes for key in alive} | storages
-    return {key: Leftover(nbytes, made_at[key]) for key, nbytes in sizes.items()}
-
-
-def _largest_source(call: RecordedCall, value: int) -> int | None:
-    """Return the largest value that a saved value is computed from; None if the saved value is always kept.
-
-    A plan that drops the saved value holds its inputs instead: which ones depends on the plan, and the budget must hold
-    under any plan.
-    """
-    if call.values[value].must_keep:
-        return None
-    found: set[int] = set()
-    pending = [value]
-    while pending:
-        producer = call.values[pending.pop()].producer
-        sources = set() if producer is None else set(call.ops[producer].inputs) - found
-        found |= sources
-        pending += sources
-    return max(found, key=lambda source: call.values[source].nbytes, default=None)
+    return {key: Leftover(nbytes, made_at[key], key[0] < 0 or key in values) for key, nbytes in sizes.items()}
 
 
 def with_last_step(recorded: Sequence[Event], last: Mapping[int, tuple[int, int]]) -> list[Event]:
@@ -130,7 +111,7 @@ class Phases:
         Gradients of several losses for the same parameters are taken to be in one list, which lives until all are made.
         """
         sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        for nbytes, made_at in left:
+        for nbytes, made_at, _ in left:
             end = self.next_after(made_at)
             if self._kinds[bisect_left(self._begins, end) - 1] == events.BACKWARD:
                 sizes[end][nbytes] += 1

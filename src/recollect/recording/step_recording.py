@@ -234,7 +234,7 @@ class StepRecording:
             memory = events.ALLOC, events.FREE
             rest = [event for event in recorder.events if event[0] not in memory or (-1, event[1]) not in made]
             recorder.event_log.replace(rest)
-        self._leftovers = {key: one for key, one in left.items() if key not in made}
+        self._leftovers = {key: one for key, one in left.items() if key not in made and one.is_held}
 
     def _note_freed(self, parameter: torch.Tensor) -> None:
         """Note where `zero_grad` frees the last step's gradient; if there is one of this step, that was added to it first."""

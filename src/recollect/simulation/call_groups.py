@@ -17,7 +17,7 @@ from typing import Any, Final
 from recollect.profile import events
 from recollect.profile.events import Key
 from recollect.simulation.decisions import CallActions, ValueActions
-from recollect.simulation.program import BULK, EDGE, WINDOW, Program, ProgramOp
+from recollect.simulation.program import BULK, EDGE, REPLACED, WINDOW, Program, ProgramOp
 
 OUTSIDE: Final = -1
 """Stands in for a call: everything made between units."""
@@ -47,12 +47,14 @@ class Division:
         present: for each value in some `made`, the positions where the model's own code starts and stops holding it;
             the second is None if it holds the value to the end.
         nbytes: the sizes of these values.
+        replaced: where what the last step left is replaced; -1 if it left nothing.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.parts = {call: Part() for call in range(OUTSIDE, len(program.profile.calls))}
         self.window_starts = [-1]
+        self.replaced = -1
         self.present: dict[Key, tuple[int, int | None]] = {}
         self.nbytes: dict[Key, int] = {}
         self._alive: dict[Key, int] = {}
@@ -67,6 +69,8 @@ class Division:
         for position, (code, operands) in enumerate(program.instructions):
             if code == WINDOW:
                 self.window_starts.append(position)
+            elif code == REPLACED:
+                self.replaced = position
             elif code not in (events.PHASE, EDGE):
                 self.parts[self._home(position, code, operands)].positions.append(position)
         self.present.update((key, (born, None)) for key, born in self._alive.items())

@@ -14,7 +14,7 @@ from recollect.profile.events import BACKWARD, FORWARD, OP, OPTIMIZER, PHASE, WO
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.playback import Freed, Owner, Playback, Token
+from recollect.simulation.playback import OUTSIDE, Freed, Owner, Playback, Token
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
@@ -72,6 +72,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
     times_s = np.array(playback.times_s)
+    left = Lifetime((OUTSIDE, -1), simulation.left_bytes, 0, died=playback.replaced_at)
     if times_s[-1] > 0:
         # So that the last is the whole step's: the ops' own times leave out the gaps between them.
         times_s *= (profile.step_s + simulation.recompute_s) / times_s[-1]
@@ -80,7 +81,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         phases[start:end] = LOSS
     return Lifetimes(
         simulation=simulation,
-        storages=tuple(playback.storages_made),
+        storages=(*playback.storages_made, left) if left.nbytes else tuple(playback.storages_made),
         time_s=times_s,
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
@@ -205,6 +206,7 @@ class _TimedPlayback(ClockedPlayback):
         self.began: dict[int, int] = {}
         self.reruns: list[tuple[int, OpRecord, int]] = []
         self.host_changes: list[tuple[int, int]] = []
+        self.replaced_at = -1
         self.moment()
 
     def moment(self) -> int:
@@ -252,6 +254,10 @@ class _TimedPlayback(ClockedPlayback):
     def starts(self, call: int) -> None:
         self.began.setdefault(call, len(self.times_s))
         super().starts(call)
+
+    def _replaced(self) -> None:
+        super()._replaced()
+        self.replaced_at = len(self.times_s)
 
     def _return(self, call: int) -> None:
         super()._return(call)

@@ -29,7 +29,9 @@ from recollect.simulation.program import Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers, simulate
 from recollect.simulation.windows import most_alive, windows
 
+# Ends of what lives on when the step has ended: only recipes hold it, or graphs too.
 _NEVER = 2**62
+_LEFT = _NEVER + 1
 
 _Played = tuple[CallActions, bool]
 """The decision for a call, and whether it is on the tape."""
@@ -64,9 +66,11 @@ class _Trace:
     change_bytes: NDArray[np.int64]
     """How far memory rises in each piece, and by how much it changes."""
     ends: tuple[tuple[int, int], ...]
-    """For each shared value by its number, the piece that releases its bytes; -1 if none does. Releases while the model's own
-    code still holds the value do not matter."""
+    """For each shared value by its number, the piece that releases its bytes; -1 if none does, -2 if a graph still holds it.
+    Releases while the model's own code still holds the value do not matter."""
     rerun_s: tuple[float, ...]
+    left_bytes: int
+    """What the group leaves to the next step, without shared values; see `Playback.let_go`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +136,11 @@ class PeakSums:
             for group in self._division.groups(stored)
         ]
         change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed], away_bytes])
-        self._subtract_ends(placed, change_bytes)
-        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed], np.maximum(away_bytes, 0)])
-        positions = np.concatenate([self._starts, *[p.positions for p in placed], away])
+        left_bytes = self._subtract_ends(placed, change_bytes) + sum(p.trace.left_bytes for p in placed)
+        change_bytes = np.concatenate([change_bytes, [left_bytes, -left_bytes]])
+        more_bytes = np.maximum(away_bytes, 0), [0, 0]
+        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed], *more_bytes])
+        positions = np.concatenate([self._starts, *[p.positions for p in placed], away, [-1, self._division.replaced]])
         order = np.argsort(positions, kind="stable")
         change_bytes = change_bytes[order]
         tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self.profile.persistent_bytes
@@ -146,8 +152,8 @@ class PeakSums:
             window_peaks=tuple(window_peaks.tolist()),
         )
 
-    def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> None:
-        """Free storages held by several parts where the last of them releases them."""
+    def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> int:
+        """Free storages held by several parts where the last of them releases them; return the bytes left to the next step."""
         last: dict[Key, tuple[int, int]] = {}
         first_piece = len(self._starts)
         for part in placed:
@@ -156,8 +162,11 @@ class PeakSums:
                     last[key] = position, first_piece + piece
             first_piece += len(part.positions)
         for key, (position, piece) in last.items():
-            if position != _NEVER:
+            if position < _NEVER:
                 change_bytes[piece] -= self._division.nbytes[key]
+        # What the model's own code holds to the end is in the log.
+        left = (key for key, (position, _) in last.items() if position == _LEFT)
+        return sum(self._division.nbytes[key] for key in left if self._division.present[key][1] is not None)
 
     def _placed_trace(self, group: Group, played: tuple[_Played, ...]) -> _Placed:
         placed = self._placed.get((group, played))
@@ -171,7 +180,7 @@ class PeakSums:
             trace = self._traces[key]
             positions = layout.run_positions[trace.runs]
             ends = tuple(
-                (layout.keys[number], _NEVER if piece < 0 else int(positions[piece]), piece)
+                (layout.keys[number], _NEVER - 1 - piece if piece < 0 else int(positions[piece]), piece)
                 for number, piece in trace.ends
             )
             placed = self._placed[group, played] = _Placed(positions, trace, ends)
@@ -300,6 +309,9 @@ class _PartPlayback(Playback):
             self._come_or_go(*change[1:])
             change = next(changes)
         self._ends.update((number, -1) for number in self.held)
+        self._is_between = True
+        self.forget_recipes()
+        self._ends.update((number, -2) for number in self.held)
         columns = np.array(self._pieces, dtype=np.int64).reshape(-1, 3)
         return _Trace(
             runs=columns[:, 0].copy(),
@@ -307,6 +319,7 @@ class _PartPlayback(Playback):
             change_bytes=columns[:, 2].copy(),
             ends=tuple(self._ends.items()),
             rerun_s=tuple(self.rerun_s),
+            left_bytes=self.let_go(),
         )
 
     def note_peak(self) -> None:

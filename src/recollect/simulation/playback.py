@@ -19,7 +19,7 @@ from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.copies import Death, HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import BULK, EDGE, WINDOW, Program, ProgramOp
+from recollect.simulation.program import BULK, EDGE, REPLACED, WINDOW, Program, ProgramOp
 
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
 """A handler for each instruction code of a program, called with the operands."""
@@ -87,6 +87,9 @@ class Playback(HostRoom):
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
+        # Peaks up to where what the last step left is replaced.
+        self.early_peaks: list[int] = []
+        self.early_window_peaks: list[int] = []
         # Seconds of each op that runs again, and the number of times that ops do.
         self.rerun_s: list[float] = []
         self.num_rerun = 0
@@ -100,6 +103,8 @@ class Playback(HostRoom):
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         # What autograd holds in place of a tensor, a value or a compiled call, and who saved it.
         self.handles: dict[int, tuple[Any, int]] = {}
+        # Compiled calls that hold something, by their numbers.
+        self.compiled: dict[int, Any] = {}
         # Of each call; and the backward that keeps its graph, one at a time, with the values its formulas hold.
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
@@ -113,6 +118,7 @@ class Playback(HostRoom):
             BULK: self._bulk,
             WINDOW: self._end_window,
             EDGE: self._edge,
+            REPLACED: self._replaced,
             events.ALLOC: self._alloc,
             events.FREE: self._dies,
             events.OP: self._op,
@@ -155,6 +161,25 @@ class Playback(HostRoom):
         self.settle()
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
+
+    def _replaced(self) -> None:
+        self.settle()
+        self.early_peaks = list(self.peaks_bytes)
+        self.early_window_peaks = [*self.window_peaks, self.window_peak_bytes]
+
+    def forget_recipes(self) -> None:
+        """As `forget_last_step` does."""
+        self.dropped.clear()
+        self.settle()
+
+    def let_go(self) -> int:
+        """Return the bytes that only graphs which no backward used up still hold when the next step begins."""
+        self.forget_recipes()
+        held_bytes = self.alive_bytes
+        self.handles.clear()
+        self.compiled.clear()
+        self.settle()
+        return held_bytes - self.alive_bytes
 
     def _edge(self, phase: int, call: int) -> None:
         (self._timetable.forward if phase == FORWARD else self._timetable.backward)(call)

@@ -30,6 +30,8 @@ WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
 EDGE: Final = -3
 """`(EDGE, phase, call)`: an edge, where offloaded values leave or come back."""
+REPLACED: Final = -4
+"""`(REPLACED,)`: what the last step left, as the plan had it, has been replaced by now."""
 
 Instruction = tuple[int, tuple[Any, ...]]
 
@@ -174,7 +176,7 @@ class Program:
         for edge in self.edges:
             edges[edge.start].append(edge)
         sizes: dict[int, int] = {}
-        retained = set(_retained(self.profile))
+        retained, replaced = set(_retained(self.profile)), _replaced(self.profile)
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events):
             code = event[0]
@@ -183,6 +185,8 @@ class Program:
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes, _caller(window))
                 change_bytes = most_bytes = 0
+            if position == replaced:
+                yield REPLACED, ()
             if is_window:
                 yield WINDOW, ()
                 next_start, window = next(starts), next(places)
@@ -202,6 +206,8 @@ class Program:
                 most_bytes = max(most_bytes, change_bytes + event[1])
         if change_bytes or most_bytes:
             yield BULK, (most_bytes, change_bytes, _caller(window))
+        if replaced == len(self.profile.log.events):
+            yield REPLACED, ()
 
     def operands(self, event: Event) -> tuple[Any, ...]:
         code, *numbers = event
@@ -236,6 +242,31 @@ def _retained(profile: Profile) -> Iterator[int]:
         is_retained = code == events.LET_GO or (is_retained and code != events.PHASE)
         if is_retained:
             yield position
+
+
+def _replaced(profile: Profile) -> int:
+    """Return the position before which what the last step left is replaced: the backward after all that this one leaves; or -1.
+
+    A step leaves graphs that no backward uses up, and values that the loop holds on to. What a graph holds depends on the plan.
+    """
+    left: dict[tuple[int, ...], int] = {}
+    for position, (code, *operands) in enumerate(profile.log.events):
+        if code == events.SAVE:
+            left[operands[2],] = position
+        elif code == events.RELEASE:
+            left.pop((operands[0],), None)
+        elif code == events.OP:
+            op = profile.graph_of(profile.calls[operands[0]]).ops[operands[1]]
+            if op.mutates:
+                left.pop((operands[0], op.inputs[0]), None)
+            left.update(((operands[0], value), position) for value in op.outputs)
+        elif code == events.DIES:
+            left.pop((operands[0], operands[1]), None)
+    last = max(left.values(), default=-1)
+    ends = (
+        at for at, event in enumerate(profile.log.events) if at > last and event[:2] == (events.PHASE, events.BACKWARD)
+    )
+    return next(ends, len(profile.log.events)) if left else -1
 
 
 def _caller(window: Window | None) -> int:

@@ -44,7 +44,7 @@ class CompiledSchedule:
         self._calls = frozenset(calls)
         self._play = play
         # Those that have begun and whose backward may still come; the one whose forward runs.
-        self._open: dict[int, _CompiledCall] = {}
+        self._open: dict[int, _CompiledCall] = step.compiled
         self._running: _CompiledCall | None = None
         # Where the program does not add up events in advance: the storages that they make in the backward of a compiled call,
         # until an event that a plan may change.
@@ -271,6 +271,8 @@ class Simulation:
     """The peak of each requested window, counted like `peak_bytes`."""
     host_bytes: int = 0
     """Host memory that offloaded values need."""
+    left_bytes: int = 0
+    """What the step leaves, as graphs that no backward used up, until the next one replaces it: more than the log lists."""
     num_missed: int = 0
     """Offloaded values that backward asks for before they are to leave, or to come back."""
 
@@ -305,7 +307,10 @@ def run(playback: Playback) -> Simulation:
     for code, operands in playback.program.instructions:
         play[code](*operands)
     play[WINDOW]()
-    profile, peaks_bytes = playback.profile, playback.peaks_bytes
+    profile, peaks_bytes, left_bytes = playback.profile, playback.peaks_bytes, playback.let_go()
+    # The last step left as much as this one does, until it was replaced.
+    for peaks, early in ((peaks_bytes, playback.early_peaks), (playback.window_peaks, playback.early_window_peaks)):
+        peaks[: len(early)] = [max(peak, one + left_bytes) for peak, one in zip(peaks, early, strict=False)]
     # Calibration was measured on forward and backward; it does not apply to the optimizer step.
     calibration_bytes = (profile.calibration_bytes, profile.calibration_bytes, 0)
     totals = [peak + extra for peak, extra in zip(peaks_bytes, calibration_bytes, strict=True)]
@@ -323,6 +328,7 @@ def run(playback: Playback) -> Simulation:
         kept_bytes=playback.kept_bytes,
         window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
         host_bytes=playback.slots.end_bytes,
+        left_bytes=left_bytes,
         num_missed=playback.num_missed,
     )
 
