@@ -380,6 +380,19 @@ def test_traced_results_are_laid_out_as_kernels_do(func: Any, layouts: Any, more
     assert found.stride() == real.stride()
 
 
+def test_layouts_element_by_element_take_little_memory() -> None:
+    """As of TabM's gradients, which come from batched products: they are as large as the batch."""
+    layout = (64, 128, 256), (256, 16384, 1)  # 8 MiB
+
+    def lay_out() -> None:
+        with FakeTensorMode():
+            args = torch.empty_strided(*layout), torch.empty(layout[0])
+            found = laid_out(torch.ops.aten.mul.Tensor, facts_of(torch.ops.aten.mul.Tensor), args, {}, args[1])
+        assert found.stride() == layout[1]
+
+    assert measure_peak(lay_out, device="cpu").peak_growth_bytes < 512 << 10
+
+
 def test_traced_results_have_the_types_that_kernels_give_them() -> None:
     """Statistics of a norm in 16 bits are in 32, as its weights, on a CPU under autocast."""
     func = torch.ops.aten.native_group_norm.default

@@ -2,9 +2,11 @@
 
 PyTorch computes an op's results on fake tensors with Python functions, some of which differ from the kernels in the strides of
 results, for arguments that are not contiguous, or in their types, for arguments of several types. Autograd asks strides: with
-other strides it runs other ops. So such an op runs once, on zeros: its result is as large as in backward, and is freed at once.
+other strides it runs other ops. So such an op runs once, on zeros: as many as in backward, or few; and they are freed at once.
 """
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -61,12 +63,25 @@ def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> 
     return tree_map(corrected, output)
 
 
-def _run_on_zeros(func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
-    """Return the layouts of an op's results; None if it cannot run on zeros: the fake tensors' layouts are then used."""
+def _run_on_zeros(func: Any, args: Any, kwargs: Any, *, may_be_small: bool = True) -> list[_Layout] | None:
+    """Return the layouts of an op's results; None if it cannot run on zeros: the fake tensors' layouts are then used.
+
+    Where an op works element by element, the order of strides and sizes decides, and it runs on few elements with the same.
+    """
+    sizes = sorted({size for tensor in tensors_in((args, kwargs)) for size in tensor.shape})
+    is_small = may_be_small and torch.Tag.pointwise in func.tags and min(sizes, default=1) > 1
+    small = {size: number for number, size in enumerate(sizes, 2)} if is_small else dict(zip(sizes, sizes, strict=True))
+    zeros = partial(_zeros, small)
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            found = func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
-            return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_in(found)]
+            found = tensors_in(func(*tree_map(zeros, args), **tree_map(zeros, kwargs)))
+            if not is_small:
+                return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in found]
+            if any(tensor.stride() != _dense(tensor.shape, tensor.stride()) for tensor in found):
+                return _run_on_zeros(func, args, kwargs, may_be_small=False)
+            whole = {number: size for size, number in small.items()}
+            shapes = [torch.Size(whole[size] for size in tensor.shape) for tensor in found]
+            return [(shape, _dense(shape, one.stride()), one.dtype) for shape, one in zip(shapes, found, strict=True)]
     except Exception:
         return None
 
@@ -76,6 +91,14 @@ def _is_usual(tensor: torch.Tensor) -> bool:
     if not tensor.is_contiguous() or tensor.dim() not in _IMAGE_DIMS or 1 not in tensor.shape:
         return tensor.is_contiguous()
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps, in the order of others."""
+    found, numel = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=stride.__getitem__):
+        found[dim], numel = numel, numel * shape[dim]
+    return tuple(found)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -90,12 +113,12 @@ def _signature(leaf: Any) -> Any:
     return type(leaf), repr(leaf)
 
 
-def _zeros(leaf: Any) -> Any:
+def _zeros(sizes: Mapping[int, int], leaf: Any) -> Any:
+    """Return zeros in the layout of a tensor, with other sizes."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    shape = [sizes[size] for size in leaf.shape]
     numel = (
-        1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-        if leaf.numel()
-        else 0
+        1 + sum((size - 1) * stride for size, stride in zip(shape, leaf.stride(), strict=True)) if leaf.numel() else 0
     )
-    return torch.zeros(numel, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())
+    return torch.zeros(numel, dtype=leaf.dtype, device=leaf.device).as_strided(shape, leaf.stride())
