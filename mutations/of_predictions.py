@@ -660,16 +660,31 @@ MUTATIONS = (
     Mutation(
         "unused-graphs-forgotten",
         "what a graph that no backward used up holds until the next step's output replaces it is not predicted",
-        "simulation/playback.py",
-        (("        self.handles.clear()\n", ""),),
+        "simulation",
+        (("playback.forgets(playback.handles, playback.compiled)", "0"),),
     ),
     Mutation(
         "recipes-taken-for-unused-graphs",
-        "values that only recipes hold are taken to live into the next step",
-        "simulation/playback.py",
-        (
-            ("        self.dropped.clear()\n", "        self.settle()\n"),
-            ("self.handles.clear()\n", "self.handles.clear()\n        self.dropped.clear()\n"),
-        ),
+        "values that only recipes hold are taken to live as long as unused graphs",
+        "simulation/simulate.py",
+        (("(sum(left_bytes), left_bytes[1])", "(sum(left_bytes), sum(left_bytes))"),),
+    ),
+    Mutation(
+        "recipes-forgotten-early",
+        "recipes are taken to be forgotten when the next step begins",
+        "simulation/simulate.py",
+        (("(sum(left_bytes), left_bytes[1])", "(left_bytes[1], left_bytes[1])"),),
+    ),
+    Mutation(
+        "fills-out-of-place",
+        "autograd is taken to fill its zeros in new memory, as under a dispatch mode",
+        "recording/step_recorder.py",
+        (("func in _FILLS and python_backward() is None", "False"),),
+    ),
+    Mutation(
+        "own-fills-in-place",
+        "a Function's backward is taken to fill its zeros in place, as autograd's formulas do",
+        "recording/step_recorder.py",
+        ((" and python_backward() is None", ""),),
     ),
 )

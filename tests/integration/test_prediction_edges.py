@@ -132,6 +132,45 @@ def sum_of_leaky_parts(hidden: Tensor) -> Tensor:
     return nn.functional.rrelu(hidden.repeat(1, 1, 4), training=True).unflatten(-1, (4, 16)).sum(-2)
 
 
+def rows() -> Tensor:
+    return torch.arange(0, 1024, 7)
+
+
+class Picked(torch.autograd.Function):
+    """Its own backward fills its zeros out of place."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor) -> Tensor:  # type: ignore[override]
+        return wide[:, rows()]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros(4, 1024, 16).index_add(1, rows(), gradient)
+
+
+def picked(pick: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Picks from more elements than a layer has otherwise."""
+    return lambda hidden: hidden + pick(hidden.repeat(1, 8, 1)).sum()
+
+
+PICKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda wide: wide.gather(1, rows()[:, None].expand(4, -1, 16)),
+    "index": lambda wide: wide[:, rows()],
+    "index_select": lambda wide: wide.index_select(1, rows()),
+    "topk": lambda wide: wide.topk(2, 1).values,
+    "cummax": lambda wide: wide.cummax(1).values,
+    "take": lambda wide: wide.take(rows()),
+    "masked_select": lambda wide: wide.masked_select(wide > 0.5),
+    "a Function": Picked.apply,
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_gradients_of_picked_elements_fill_zeros_in_place(pick: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check(nn.Sequential(*(layer(picked(pick)) for _ in range(4))), torch.randn(4, 128, 16))
+
+
 # Parts of one storage, an op that writes elsewhere, and numbers of another type on the same storage.
 @pytest.mark.parametrize("function", [gates, sum_of_leaky_parts, real_part, complex_product, conjugate])
 def test_layers_that_save_what_is_unusual(function: Callable[[Tensor], Tensor]) -> None:
@@ -213,11 +252,35 @@ def with_states(*, reads: bool) -> Computes:
     return Computes(run, layers=nn.ModuleList(Computes(run_layer, linear=nn.Linear(16, 16)) for _ in range(4)))
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_what_a_graph_holds_that_no_backward_uses_up(reads: bool) -> None:
-    """While the loop holds the output; which values these are depends on the plan."""
+def with_cache() -> Computes:
+    """Most memory is needed in front of the layers, where the recipes of what the last step cached are still there."""
+
+    def run_layer(self: Any, hidden: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(self.linear(hidden).exp())
+        return hidden + self.linear(hidden).tanh().sin()
+
+    def run(self: Any, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        cache: list[Tensor] = []
+        hidden = hidden + hidden.repeat(1, 32, 1).sin().sum()
+        for one in self.layers:
+            hidden = one(hidden, cache)
+        return hidden, cache
+
+    return Computes(run, layers=nn.ModuleList(Computes(run_layer, linear=nn.Linear(16, 16)) for _ in range(4)))
+
+
+HELD: dict[str, Callable[[], Computes]] = {
+    "states": lambda: with_states(reads=False),
+    "states that are read": lambda: with_states(reads=True),
+    "cache": with_cache,
+}
+
+
+@pytest.mark.parametrize("made", HELD.values(), ids=HELD)
+def test_what_a_step_leaves_to_the_next_one(made: Callable[[], Computes]) -> None:
+    """While the loop holds the output: graphs that no backward used up, and recipes. What they hold depends on the plan."""
     torch.manual_seed(0)
-    model, batch = with_states(reads=reads), torch.randn(4, 128, 16)
+    model, batch = made(), torch.randn(4, 128, 16)
 
     def two_steps() -> None:
         output = None

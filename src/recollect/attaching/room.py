@@ -137,8 +137,8 @@ class _Levels(Playback):
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self._begin_bytes: list[int] = [self.alive_bytes]
         self.simulation = run(self)
-        early = len(self.early_window_peaks)
-        self._begin_bytes[:early] = [nbytes + self.simulation.left_bytes for nbytes in self._begin_bytes[:early]]
+        for (_, early), left_bytes in zip(self.early, self.simulation.left_bytes, strict=False):
+            self._begin_bytes[: len(early)] = [nbytes + left_bytes for nbytes in self._begin_bytes[: len(early)]]
 
     def _end_window(self) -> None:
         super()._end_window()

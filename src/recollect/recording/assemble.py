@@ -85,8 +85,9 @@ def _resolved(recorder: StepRecorder, costs: Costs, seconds_of: Callable[[OpRun]
         if code == events.WORK:
             run = recorder.other_runs[operands[0]]
             # SUM counts the memory of the sum itself.
-            is_sum = bool(following) and following[0] == events.SUM
-            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run.key), round(1e9 * seconds_of(run))))
+            sum_bytes = following[-1] if following and following[0] == events.SUM else 0
+            nbytes = max(0, costs.working_bytes_of(run.key) - sum_bytes)
+            resolved.append((code, nbytes, round(1e9 * seconds_of(run))))
         elif code == events.SUM:
             storage, addend, nbytes = operands
             if following == (events.FREE, addend):

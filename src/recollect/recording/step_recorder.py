@@ -7,10 +7,11 @@ added to the events when that dies (`trackers.py`), so deaths are logged exactly
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
+from recollect._torch_functions import python_backward
 from recollect._torch_parallel import data_parallelism_runs
 from recollect._torch_private import (
     at_end_of_backward,
@@ -46,6 +47,11 @@ from recollect.recording.trackers import (
 
 Costs: TypeAlias = MeasuredCosts | ModelledCosts
 """Runs ops and knows their costs."""
+
+_aten = torch.ops.aten
+_ADD: Final = _aten.add.Tensor
+_FILLS = {_aten.scatter_add.default, _aten.scatter.src, _aten.index_put.default, _aten.index_add.default}
+_FILLS |= {_aten.masked_scatter.default, _aten.put.default, _aten.index_fill.int_Tensor}
 
 
 class StepRecorder:
@@ -170,23 +176,18 @@ class StepRecorder:
                 self.log(events.WAIT, self.current)
 
     def _note_sum(self, node: int, func: Any, args: Any, output: Any) -> bool:
-        """Add a sum of gradients if autograd's engine made it; return whether it did.
+        """Add a result that is made in place, except under a dispatch mode such as this recorder's; return whether it is one.
 
-        The engine adds gradients in place, except under a dispatch mode such as this recorder's. The engine adds, not a
-        backward formula, if the first addend comes from a formula other than the running one, which has not used it.
-        The engine would have added in place if the addend dies now, since then nobody else held it; but
-        never to a view, which holds its base.
+        Formulas of autograd fill zeros of their own so, and its engine adds gradients. The engine adds, not a formula, if the
+        first addend comes from a formula other than the running one, which has not used it. It would have added in place
+        if the addend dies now, since then nobody else held it; but never to a view, which holds its base.
         """
-        if func is not torch.ops.aten.add.Tensor or node < 0:
-            return False
-        total, first = storage_of(output), storage_of(args[0])
+        is_fill = func in _FILLS and python_backward() is None
+        total, first = storage_of(output), storage_of(args[0]) if args else None
         addend = tracker_of(first)
-        if (
-            total is None
-            or total is first
-            or not isinstance(addend, TrackedOther)
-            or node in (addend.made, addend.used)
-        ):
+        if node < 0 or not isinstance(addend, TrackedOther) or total is None or total is first:
+            return False
+        if not (addend.made == node if is_fill else func is _ADD and node not in (addend.made, addend.used)):
             return False
         sums = () if args[0]._is_view() else (addend.storage,)
         self._track(total, node, events.SUM if sums else events.ALLOC, *sums)

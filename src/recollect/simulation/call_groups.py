@@ -47,14 +47,12 @@ class Division:
         present: for each value in some `made`, the positions where the model's own code starts and stops holding it;
             the second is None if it holds the value to the end.
         nbytes: the sizes of these values.
-        replaced: where what the last step left is replaced; -1 if it left nothing.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.parts = {call: Part() for call in range(OUTSIDE, len(program.profile.calls))}
         self.window_starts = [-1]
-        self.replaced = -1
         self.present: dict[Key, tuple[int, int | None]] = {}
         self.nbytes: dict[Key, int] = {}
         self._alive: dict[Key, int] = {}
@@ -69,9 +67,7 @@ class Division:
         for position, (code, operands) in enumerate(program.instructions):
             if code == WINDOW:
                 self.window_starts.append(position)
-            elif code == REPLACED:
-                self.replaced = position
-            elif code not in (events.PHASE, EDGE):
+            elif code not in (events.PHASE, EDGE, REPLACED):
                 self.parts[self._home(position, code, operands)].positions.append(position)
         self.present.update((key, (born, None)) for key, born in self._alive.items())
         self._tied = self._share()

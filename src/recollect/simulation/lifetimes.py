@@ -72,7 +72,8 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
     times_s = np.array(playback.times_s)
-    left = Lifetime((OUTSIDE, -1), simulation.left_bytes, 0, died=playback.replaced_at)
+    ends = zip(simulation.left_bytes, playback.early_at, strict=False)
+    left = [Lifetime((OUTSIDE, -1), nbytes, 0, died=died) for nbytes, died in ends if nbytes]
     if times_s[-1] > 0:
         # So that the last is the whole step's: the ops' own times leave out the gaps between them.
         times_s *= (profile.step_s + simulation.recompute_s) / times_s[-1]
@@ -81,7 +82,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         phases[start:end] = LOSS
     return Lifetimes(
         simulation=simulation,
-        storages=(*playback.storages_made, left) if left.nbytes else tuple(playback.storages_made),
+        storages=(*playback.storages_made, *left),
         time_s=times_s,
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
@@ -206,7 +207,7 @@ class _TimedPlayback(ClockedPlayback):
         self.began: dict[int, int] = {}
         self.reruns: list[tuple[int, OpRecord, int]] = []
         self.host_changes: list[tuple[int, int]] = []
-        self.replaced_at = -1
+        self.early_at: list[int] = []
         self.moment()
 
     def moment(self) -> int:
@@ -255,9 +256,9 @@ class _TimedPlayback(ClockedPlayback):
         self.began.setdefault(call, len(self.times_s))
         super().starts(call)
 
-    def _replaced(self) -> None:
-        super()._replaced()
-        self.replaced_at = len(self.times_s)
+    def note_early(self) -> None:
+        super().note_early()
+        self.early_at.append(len(self.times_s))
 
     def _return(self, call: int) -> None:
         super()._return(call)

@@ -69,8 +69,8 @@ class _Trace:
     """For each shared value by its number, the piece that releases its bytes; -1 if none does, -2 if a graph still holds it.
     Releases while the model's own code still holds the value do not matter."""
     rerun_s: tuple[float, ...]
-    left_bytes: int
-    """What the group leaves to the next step, without shared values; see `Playback.let_go`."""
+    left_bytes: tuple[int, int]
+    """What the group leaves to the next step, without shared values; as `Simulation.left_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,14 @@ class PeakSums:
             for group in self._division.groups(stored)
         ]
         change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed], away_bytes])
-        left_bytes = self._subtract_ends(placed, change_bytes) + sum(p.trace.left_bytes for p in placed)
-        change_bytes = np.concatenate([change_bytes, [left_bytes, -left_bytes]])
-        more_bytes = np.maximum(away_bytes, 0), [0, 0]
-        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed], *more_bytes])
-        positions = np.concatenate([self._starts, *[p.positions for p in placed], away, [-1, self._division.replaced]])
+        recipes_bytes, graphs_bytes = self._subtract_ends(placed, change_bytes)
+        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed], np.maximum(away_bytes, 0)])
+        positions = np.concatenate([self._starts, *[p.positions for p in placed], away])
+        # What the last step left goes before anything else at the same position.
+        left_at = -1, self._program.forgets_at(on_tape), self._program.replaced
+        positions = np.concatenate([left_at, positions])
+        change_bytes = np.concatenate([(recipes_bytes + graphs_bytes, -recipes_bytes, -graphs_bytes), change_bytes])
+        most_bytes = np.concatenate([(0, 0, 0), most_bytes])
         order = np.argsort(positions, kind="stable")
         change_bytes = change_bytes[order]
         tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self.profile.persistent_bytes
@@ -152,8 +155,8 @@ class PeakSums:
             window_peaks=tuple(window_peaks.tolist()),
         )
 
-    def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> int:
-        """Free storages held by several parts where the last of them releases them; return the bytes left to the next step."""
+    def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> list[int]:
+        """Free storages held by several parts where the last of them releases them; return `Simulation.left_bytes`."""
         last: dict[Key, tuple[int, int]] = {}
         first_piece = len(self._starts)
         for part in placed:
@@ -165,8 +168,12 @@ class PeakSums:
             if position < _NEVER:
                 change_bytes[piece] -= self._division.nbytes[key]
         # What the model's own code holds to the end is in the log.
-        left = (key for key, (position, _) in last.items() if position == _LEFT)
-        return sum(self._division.nbytes[key] for key in left if self._division.present[key][1] is not None)
+        ended = {key: position for key, (position, _) in last.items() if self._division.present[key][1] is not None}
+        return [
+            sum(p.trace.left_bytes[number] for p in placed)
+            + sum(self._division.nbytes[key] for key, position in ended.items() if position == end)
+            for number, end in enumerate((_NEVER, _LEFT))
+        ]
 
     def _placed_trace(self, group: Group, played: tuple[_Played, ...]) -> _Placed:
         placed = self._placed.get((group, played))
@@ -310,7 +317,7 @@ class _PartPlayback(Playback):
             change = next(changes)
         self._ends.update((number, -1) for number in self.held)
         self._is_between = True
-        self.forget_recipes()
+        recipes_bytes = self.forgets(self.dropped)
         self._ends.update((number, -2) for number in self.held)
         columns = np.array(self._pieces, dtype=np.int64).reshape(-1, 3)
         return _Trace(
@@ -319,7 +326,7 @@ class _PartPlayback(Playback):
             change_bytes=columns[:, 2].copy(),
             ends=tuple(self._ends.items()),
             rerun_s=tuple(self.rerun_s),
-            left_bytes=self.let_go(),
+            left_bytes=(recipes_bytes, self.forgets(self.handles, self.compiled)),
         )
 
     def note_peak(self) -> None:

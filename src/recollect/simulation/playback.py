@@ -87,9 +87,8 @@ class Playback(HostRoom):
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
-        # Peaks up to where what the last step left is replaced.
-        self.early_peaks: list[int] = []
-        self.early_window_peaks: list[int] = []
+        # Peaks of phases and windows up to where recipes of the last step are forgotten, and its graphs replaced.
+        self.early: list[tuple[list[int], list[int]]] = []
         # Seconds of each op that runs again, and the number of times that ops do.
         self.rerun_s: list[float] = []
         self.num_rerun = 0
@@ -118,7 +117,7 @@ class Playback(HostRoom):
             BULK: self._bulk,
             WINDOW: self._end_window,
             EDGE: self._edge,
-            REPLACED: self._replaced,
+            REPLACED: self.note_early,
             events.ALLOC: self._alloc,
             events.FREE: self._dies,
             events.OP: self._op,
@@ -162,24 +161,18 @@ class Playback(HostRoom):
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
 
-    def _replaced(self) -> None:
+    def note_early(self) -> None:
         self.settle()
-        self.early_peaks = list(self.peaks_bytes)
-        self.early_window_peaks = [*self.window_peaks, self.window_peak_bytes]
+        self.early.append((list(self.peaks_bytes), [*self.window_peaks, self.window_peak_bytes]))
 
-    def forget_recipes(self) -> None:
-        """As `forget_last_step` does."""
-        self.dropped.clear()
+    def forgets(self, *holders: dict[Any, Any]) -> int:
+        """Forget what the step has left; return the bytes that nothing else held."""
         self.settle()
-
-    def let_go(self) -> int:
-        """Return the bytes that only graphs which no backward used up still hold when the next step begins."""
-        self.forget_recipes()
-        held_bytes = self.alive_bytes
-        self.handles.clear()
-        self.compiled.clear()
+        before_bytes = self.alive_bytes
+        for one in holders:
+            one.clear()
         self.settle()
-        return held_bytes - self.alive_bytes
+        return before_bytes - self.alive_bytes
 
     def _edge(self, phase: int, call: int) -> None:
         (self._timetable.forward if phase == FORWARD else self._timetable.backward)(call)

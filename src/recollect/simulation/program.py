@@ -31,7 +31,7 @@ WINDOW: Final = -2
 EDGE: Final = -3
 """`(EDGE, phase, call)`: an edge, where offloaded values leave or come back."""
 REPLACED: Final = -4
-"""`(REPLACED,)`: what the last step left, as the plan had it, has been replaced by now."""
+"""`(REPLACED,)`: graphs of the last step that no backward used up have been replaced by now."""
 
 Instruction = tuple[int, tuple[Any, ...]]
 
@@ -60,6 +60,7 @@ class Program:
         lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
         read_by_others: values that calls read of others.
+        replaced: where graphs of the last step are; -1 if no plan leaves one.
         bulk_codes: the events that no plan changes, unless they are of a storage that a unit reads.
     """
 
@@ -103,8 +104,15 @@ class Program:
             )
         )
         self.instructions = list(self._instructions())
+        places = list(enumerate(self.instructions))
+        self.replaced = next((at for at, (code, _) in places if code == REPLACED), -1)
+        self._begins = {operands[0]: at for at, (code, operands) in reversed(places) if code == events.OP}
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         self._watched_s = cache(lambda graph, dropped: profile.graphs[graph].watched_s(dropped))
+
+    def forgets_at(self, on_tape: Collection[int]) -> int:
+        """Return where the last step's recipes are forgotten: where the first call on the tape begins (`forget_last_step`)."""
+        return min(self._begins.get(min(on_tape, default=-1), 0), max(0, self.replaced))
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         """Return the values of a call that need only be counted: only the model's own code holds them."""

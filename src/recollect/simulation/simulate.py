@@ -271,8 +271,8 @@ class Simulation:
     """The peak of each requested window, counted like `peak_bytes`."""
     host_bytes: int = 0
     """Host memory that offloaded values need."""
-    left_bytes: int = 0
-    """What the step leaves, as graphs that no backward used up, until the next one replaces it: more than the log lists."""
+    left_bytes: tuple[int, int] = (0, 0)
+    """What recipes still hold when the next step begins, and graphs that no backward used up: more than the log lists."""
     num_missed: int = 0
     """Offloaded values that backward asks for before they are to leave, or to come back."""
 
@@ -304,13 +304,19 @@ def simulate(
 
 def run(playback: Playback) -> Simulation:
     play = handlers(playback)
-    for code, operands in playback.program.instructions:
+    instructions, forgets_at = playback.program.instructions, playback.program.forgets_at(playback.on_tape)
+    for code, operands in instructions[:forgets_at]:
+        play[code](*operands)
+    playback.note_early()
+    for code, operands in instructions[forgets_at:]:
         play[code](*operands)
     play[WINDOW]()
-    profile, peaks_bytes, left_bytes = playback.profile, playback.peaks_bytes, playback.let_go()
-    # The last step left as much as this one does, until it was replaced.
-    for peaks, early in ((peaks_bytes, playback.early_peaks), (playback.window_peaks, playback.early_window_peaks)):
-        peaks[: len(early)] = [max(peak, one + left_bytes) for peak, one in zip(peaks, early, strict=False)]
+    profile, peaks_bytes = playback.profile, playback.peaks_bytes
+    left_bytes = playback.forgets(playback.dropped), playback.forgets(playback.handles, playback.compiled)
+    # The last step left as much as this one does.
+    for early, more_bytes in zip(playback.early, (sum(left_bytes), left_bytes[1]), strict=False):
+        for peaks, before in zip((peaks_bytes, playback.window_peaks), early, strict=True):
+            peaks[: len(before)] = [max(peak, one + more_bytes) for peak, one in zip(peaks, before, strict=False)]
     # Calibration was measured on forward and backward; it does not apply to the optimizer step.
     calibration_bytes = (profile.calibration_bytes, profile.calibration_bytes, 0)
     totals = [peak + extra for peak, extra in zip(peaks_bytes, calibration_bytes, strict=True)]
