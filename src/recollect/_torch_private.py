@@ -146,7 +146,7 @@ _ABOVE_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the same memory, but not a view to autograd: it counts its own writes. Call it below autograd."""
     with torch._C._ExcludeDispatchKeyGuard(_ABOVE_VIEWS):
-        return tensor.view_as(tensor)
+        return tensor.detach()  # `view_as` would change the strides of dimensions of size 1.
 
 
 # Run recorded ops as they were recorded, below autocast, for every device type.

@@ -1408,6 +1408,14 @@ units(
     calls=lambda units, x: [read(one) for one in units[0](x) for read in (Tensor.sin, Tensor.cos, Tensor.tanh)],
 )
 units(
+    {
+        "view of one column out": lambda self, x: [self.first(x).sin()[:, :1].t()],
+        "view of one column and its alias out": lambda self, x: [(y := self.first(x).sin()[:, :1].t()), y[:]],
+    },
+    # Convolutions choose their kernel by the strides of channels, even of a single one.
+    calls=lambda units, x: [one * (one.stride(0) + 1) for one in units[0](x)],
+)
+units(
     {"autocast inside a block that is off": _autocast_inside},
     around=partial(torch.autocast, "cpu", enabled=False),
     calls=lambda units, hidden: units[0](units[0](hidden)),

@@ -268,7 +268,7 @@ class _Call:
             if not tensor.is_inference()
         ]
         for index in unit.views:
-            found[index] = found[index].view_as(found[index])
+            found[index] = torch.ops.aten.alias(found[index])
         return tuple([spread(found[index], spec) for index, spec in unit.made])
 
     def take(self, program: Program) -> list[Any]:
