@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "hooks-kept-by-their-defaults",
+        "a model whose hooks hold its layers by defaults of their arguments lives on after it was traced",
+        "_torch_dynamo.py",
+        (('        getattr(variables.functions, "_spec_cache", {}).clear()', "        pass"),),
+    ),
+    Mutation(
         "outputs-with-strides-of-their-own",
         "a layer returns a view with other strides than without a plan, for which a convolution chooses a different kernel",
         "_torch_private.py",
@@ -15,9 +21,9 @@ MUTATIONS = (
     ),
     Mutation(
         "casts-of-attributes-shared",
-        "under autocast, gradients of a tensor that traced layers share as an attribute are added up in another precision",
+        "under autocast, gradients of a weight that traced layers read and that is not theirs are added up as fp32",
         "engine/graph/graph_engine.py",
-        (("if trace.reads_leaves and", "if not trace and"),),
+        (("if one.is_leaf and", "if not isinstance(one, nn.Parameter) and"),),
     ),
     Mutation(
         "outputs-that-are-views-not-written",

@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "planned-ones-taken-for-copied",
+        "a planned layer that code gives the forward of a different one goes on to run its own",
+        "engine/placed_forward.py",
+        ((" and not is_planned)", ")"),),
+    ),
+    Mutation(
+        "copies-made-one-by-one-run-the-model",
+        "a copy whose attributes are copies of their own runs on the weights of the planned model",
+        "engine/placed_forward.py",
+        (("(type(module) is type(copied) and not is_planned)", "False"),),
+    ),
+    Mutation(
         "first-calls-not-recorded-again",
         "layers that make a table in their first call stay on the tape",
         "attaching/step_planner.py",

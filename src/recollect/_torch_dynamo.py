@@ -24,7 +24,7 @@ import torch._dynamo as dynamo
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address
+from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address, variables
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.variables.torch import tracing_state_functions
@@ -221,6 +221,8 @@ def _tracing_as_eager() -> Iterator[None]:
     finally:
         mark_static_address._dynamo_forbidden = True
         answers.update(before)
+        # By the functions that it traced, Dynamo keeps the defaults of their arguments, which may hold the functions.
+        getattr(variables.functions, "_spec_cache", {}).clear()
 
 
 def _fake_grouped_mm(

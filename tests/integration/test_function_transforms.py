@@ -152,19 +152,28 @@ def test_a_model_is_exported_and_traced_as_without_a_plan(handles: Callable[...,
         assert getattr(handle, "num_steps", 3) == 3
 
 
-def stepped_copy(module: nn.Module, gradients: Iterator[Tensor]) -> nn.Module:
-    """Copy attributes one by one, with weights of its own, as learn2learn and higher do."""
-    made = copy.copy(module)
+def copied_one_by_one(module: nn.Module) -> nn.Module:
+    made = type(module).__new__(type(module))
+    vars(made).update({name: copy.copy(one) for name, one in vars(module).items()})
+    return made
+
+
+def stepped_copy(module: nn.Module, gradients: Iterator[Tensor], copied: Any) -> nn.Module:
+    """Copy attributes, with weights of its own, as learn2learn and higher do."""
+    made: nn.Module = copied(module)
     weights = {name: weight - 0.1 * next(gradients) for name, weight in module.named_parameters(recurse=False)}
-    children = {name: stepped_copy(child, gradients) for name, child in module.named_children()}
+    children = {name: stepped_copy(child, gradients, copied) for name, child in module.named_children()}
     vars(made).update(_parameters=weights, _modules=children)
     return made
 
 
+@pytest.mark.parametrize("how", [copy.copy, copied_one_by_one])
 @pytest.mark.parametrize("is_of_a_layer", [False, True])
 @pytest.mark.parametrize("handle", ["attach", "apply"])
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_a_copy_that_takes_inner_steps_has_its_own_weights(handle: str, engine: Any, is_of_a_layer: bool) -> None:
+def test_a_copy_that_takes_inner_steps_has_its_own_weights(
+    handle: str, engine: Any, is_of_a_layer: bool, how: Callable[[nn.Module], nn.Module]
+) -> None:
     def trained(handle: str) -> list[Tensor]:
         torch.manual_seed(0)
         model, batch = Net(*(Block(lambda f, x: f(x)) for _ in range(2))), torch.randn(4, 8)
@@ -178,7 +187,7 @@ def test_a_copy_that_takes_inner_steps_has_its_own_weights(handle: str, engine: 
         for _ in range(3):
             loss = model(batch).square().mean()
             inner = iter(torch.autograd.grad(loss, list(model.parameters())))
-            copied = stepped_copy(model[0], inner) if is_of_a_layer else stepped_copy(model, inner)
+            copied = stepped_copy(model[0] if is_of_a_layer else model, inner, how)
             (copied(batch) + copied(batch)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -205,8 +214,8 @@ class Adapted(nn.Module):
             self.forward = own
 
 
-@pytest.mark.parametrize("handle", ["attach", "apply"])
-def test_a_module_that_takes_the_forward_of_a_different_one_runs_that(handle: str) -> None:
+@pytest.mark.parametrize(("handle", "also_of_a_planned_one"), [("attach", False), ("apply", False), ("apply", True)])
+def test_a_module_that_takes_the_forward_of_a_different_one_runs_that(handle: str, also_of_a_planned_one: bool) -> None:
     def trained(handle: str) -> list[Tensor]:
         torch.manual_seed(0)
         model, wrapper, batch = Adapted(), nn.Module(), torch.randn(4, 8)
@@ -216,6 +225,8 @@ def test_a_module_that_takes_the_forward_of_a_different_one_runs_that(handle: st
         elif handle:
             recollect.apply(model, recollect.classic_plan(recollect.record(model, batch, loss_fn=torch.sum), "full"))
         wrapper.forward = model.forward
+        if also_of_a_planned_one:
+            model.base[1].forward = model.base[0].forward
         for _ in range(3):
             (wrapper(batch) - model.without_prompt(batch)).square().mean().backward()
             optimizer.step()

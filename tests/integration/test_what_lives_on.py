@@ -171,6 +171,19 @@ def test_a_loss_that_is_kept_holds_no_model(engine: Any) -> None:
     del loss
 
 
+def test_layers_that_their_hooks_hold_are_let_go_of() -> None:
+    """Dynamo would keep the defaults of a hook's arguments, and with them the hook."""
+
+    def hooked(loop: Loop) -> None:
+        for layer in loop.model:
+            layer[0].register_forward_hook(lambda _, given, made, layer=layer: made * len(layer))
+        loop.attach("80%", engine="graph")
+
+    seen, _ = outcome(hooked)
+    gc.collect()
+    assert [type(found()).__name__ for found in seen if found() is not None] == []
+
+
 def of_traces() -> list[Any]:
     """Traced units, and the functions that Dynamo gave traces of recorded ones to."""
     gc.collect()

@@ -74,11 +74,12 @@ def _called_module() -> Any:
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Whether all attributes were copied, as by `copy.copy`, our forward among them; code may also put it on a wrapper."""
+    """Whether attributes were copied, our forward among them; code may also put it on a wrapper, or on a planned module."""
     forward, made_once = vars(module).get("forward"), "_non_persistent_buffers_set"
-    if not isinstance(forward, PlacedForward) or forward.module is module:
+    if not isinstance(forward, PlacedForward) or (copied := forward.module) is module:
         return False
-    return vars(module).get(made_once) is vars(forward.module)[made_once]
+    is_planned = any(one.module is module for one, _ in PlacedForward.placed.items())
+    return vars(module).get(made_once) is vars(copied)[made_once] or (type(module) is type(copied) and not is_planned)
 
 
 def _leave_copy(copied: nn.Module) -> None:
@@ -373,9 +374,7 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if path not in modules:
         named = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), "")
-        reason = (
-            named and f"It has {named!r}: torch.compile(module) wraps a module, while module.compile() keeps names."
-        )
+        reason = named and f"It has {named!r}: torch.compile(module) wraps it, while module.compile() keeps names."
         raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules), reason=reason)
     return modules[path]
 

@@ -81,6 +81,14 @@ def _with_a_shared_tensor() -> nn.Module:
     return made
 
 
+def _with_a_weight_of_their_model() -> nn.Module:
+    made = model().append(nn.Linear(16, 16))
+    for block in made[:3]:
+        block.up.of_model = [made[3]]
+        block.up.register_forward_pre_hook(lambda up, given: given[0] @ up.of_model[0].weight)
+    return made
+
+
 def _under_autocast(trained: Any) -> Tensor:
     with bfloat16:
         loss: Tensor = trained(X).square().mean()
@@ -118,7 +126,12 @@ def _of_a_leaf(trained: Any) -> Tensor:
         (
             _of_a_shared_tensor,
             _with_a_shared_tensor,
-            "it has tensors that need gradients as attributes, whose casts autocast keeps",
+            "it reads tensors that need gradients besides its parameters; autocast keeps their casts",
+        ),
+        (
+            _under_autocast,
+            _with_a_weight_of_their_model,
+            "it reads tensors that need gradients besides its parameters; autocast keeps their casts",
         ),
         (
             _two_under_one_autocast,

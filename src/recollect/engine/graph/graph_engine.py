@@ -355,8 +355,11 @@ class GraphForward(PlacedForward):
             raise UntraceableError(
                 "it turns autocast on where a block around it has it off, and keeps the casts of its weights"
             )
-        if trace.reads_leaves and any_autocast_is_enabled() and keeps_casts():
-            raise UntraceableError("it has tensors that need gradients as attributes, whose casts autocast keeps")
+        leaves = [one for one in tensors_in(inputs) if one.is_leaf and one.requires_grad]
+        if any_autocast_is_enabled() and keeps_casts() and not set(self.module.parameters()).issuperset(leaves):
+            raise UntraceableError(
+                "it reads tensors that need gradients besides its parameters; autocast keeps their casts"
+            )
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if is_noted(op.facts)]
         if found != noted:

@@ -91,7 +91,6 @@ class Trace:
         outputs: what it returns; an input stands for itself.
         passed_on: inputs that it returns as they are, and their positions.
         needs_grad, is_parameter: for each input, whether it needs a gradient, and whether it is a parameter.
-        reads_leaves: whether any input is a leaf that needs a gradient, but no parameter.
         num_edges: for inputs, by position, how many gradients eager mode may add up.
         outputs_need_grad: for each output that is not passed on, whether it has one.
         ops: of forward, in order.
@@ -143,8 +142,6 @@ class Trace:
         }
         self.needs_grad = [leaf.requires_grad for leaf in self._leaves]
         self.is_parameter = [isinstance(one, torch.nn.Parameter) for one in inputs]
-        leaves_in = zip(inputs, self.needs_grad, self.is_parameter, strict=True)
-        self.reads_leaves = any(one.is_leaf and needs_grad and not is_own for one, needs_grad, is_own in leaves_in)
         self.outputs_need_grad = [
             output.requires_grad and traced not in self.passed_on
             for output, traced in zip(self._outputs, self.outputs, strict=True)
