@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "views-of-what-is-read-written",
+        "an output that is a view of what a layer reads can be written to, and gradients are added up in a different order",
+        "engine/graph/trace.py",
+        (("return not is_read and (is_part", "return (is_part"),),
+    ),
+    Mutation(
+        "gradients-of-written-views-as-they-come",
+        "a gradient of an output that is a view and that the loop writes to has strides that it lacks in eager mode",
+        "engine/graph/node.py",
+        (("if self.own_views:  #", "if False:  #"),),
+    ),
+    Mutation(
         "hooks-kept-by-their-defaults",
         "a model whose hooks hold its layers by defaults of their arguments lives on after it was traced",
         "_torch_dynamo.py",

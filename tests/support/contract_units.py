@@ -1416,6 +1416,13 @@ units(
     calls=lambda units, x: [one * (one.stride(0) + 1) for one in units[0](x)],
 )
 units(
+    {
+        "transposed view out, written to": lambda self, x: self.first(x.t().contiguous().t()).t().contiguous().t(),
+        "part of a sum out, written to": lambda self, x: torch.cat([self.first(x) + x, x], 1)[:, :8],
+    },
+    calls=lambda units, x: units[0](x).add_(1),
+)
+units(
     {"autocast inside a block that is off": _autocast_inside},
     around=partial(torch.autocast, "cpu", enabled=False),
     calls=lambda units, hidden: units[0](units[0](hidden)),

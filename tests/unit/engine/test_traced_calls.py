@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from blocks import Block
+from blocks import Block, Computes
 from engines import num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
@@ -281,6 +281,16 @@ def test_a_write_to_an_output_that_is_a_view_of_what_backward_reads() -> None:
         made += 1
         with pytest.raises(MutatedValueError, match="saved for backward in 2, was changed in place 1 time"):
             made.sum().backward()
+
+
+def test_a_write_to_an_output_that_is_a_view_of_what_other_ops_read_is_refused() -> None:
+    """In eager mode its gradient would be added up first, and from a trace in a different order."""
+    trained = nn.Sequential(Computes(lambda self, x: ((y := self.linear(x))[:, :], y.exp()), linear=nn.Linear(16, 16)))
+    with traced(trained, ["0"], FULL):
+        trained(X)
+        trained(X)[0].clone().add_(1)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            trained(X)[0].add_(1)
 
 
 def test_a_write_that_raises_no_version() -> None:

@@ -63,7 +63,10 @@ class TracedUnit:
         self.views = [index for index, _ in self.made if places.index(places[index]) != index]
         # Those whose memory no input and no other output has: writing to them in place is allowed, as it is in eager mode.
         storages = Counter(one.storage for one in (*trace.inputs, *trace.outputs))
-        self.own = [index for index, _ in self.made if storages[trace.outputs[index].storage] == 1]
+        alone = [index for index, _ in self.made if storages[trace.outputs[index].storage] == 1]
+        self.own = [index for index in alone if trace.may_be_written(index)]
+        self.views += [index for index in alone if index not in self.own]  # PyTorch refuses to write to these.
+        self.own_views = [at for at, (index, _) in enumerate(self.made) if index in self.own and trace.is_view[index]]
         self.no_grad = [place for place, (index, _) in enumerate(self.made) if not trace.outputs_need_grad[index]]
         self.parameters = [i for i in self._all_inputs if trace.needs_grad[i] and trace.is_parameter[i]]
         self.stretches = self.latest.cut.stretches()
@@ -91,6 +94,8 @@ class TracedUnit:
             made = self._chained(call, inputs)
         else:
             made = _Node.apply(call, *[inputs[index] for index in self._given_inputs])  # type: ignore[no-untyped-call]
+        if self.own_views:  # As in eager mode, a gradient from before a write gets the strides of what it is for.
+            made = [torch.ops.aten.alias(one) if at in self.own_views else one for at, one in enumerate(made)]
         passed_on = trace.passed_on
         if not passed_on and len(made) == len(trace.places):
             return made

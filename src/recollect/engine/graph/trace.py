@@ -93,6 +93,7 @@ class Trace:
         needs_grad, is_parameter: for each input, whether it needs a gradient, and whether it is a parameter.
         num_edges: for inputs, by position, how many gradients eager mode may add up.
         outputs_need_grad: for each output that is not passed on, whether it has one.
+        is_view: for each output, whether it has one and is a view to autograd.
         ops: of forward, in order.
     """
 
@@ -146,6 +147,8 @@ class Trace:
             output.requires_grad and traced not in self.passed_on
             for output, traced in zip(self._outputs, self.outputs, strict=True)
         ]
+        needs = zip(self._outputs, self.outputs_need_grad, strict=True)
+        self.is_view = [needs_grad and output._is_view() for output, needs_grad in needs]
         self._check_outputs(num_nodes)
         self._edges = self._find_edges()
         self.num_edges = Counter(leaf for _, _, leaf in self._edges)
@@ -174,6 +177,19 @@ class Trace:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
                 if needs_grad and tensor.storage in op.written:
                     raise UntraceableError("it writes to an input that needs a gradient")
+
+    def may_be_written(self, index: int) -> bool:
+        """Whether gradients stay those of eager mode if a loop writes in place to an output whose memory nothing else has.
+
+        If that is a view, autograd turns to what it is a view of: the gradient gets its strides, and comes before all others.
+        """
+        output, storage = self._outputs[index], self.outputs[index].storage
+        if not self.is_view[index]:
+            return True
+        reading = [op for op in self.ops if any(one.storage == storage for one in op.reads)]
+        is_read = any(made is None or made.storage != storage for op in reading for made in op.outputs)
+        is_part = output._base.is_contiguous() and output.numel() < output._base.numel()
+        return not is_read and (is_part or output.numel() == output._base.numel())
 
     @property
     def usual_tangents(self) -> Tangents:
