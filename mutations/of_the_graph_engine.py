@@ -501,8 +501,8 @@ MUTATIONS = (
     Mutation(
         "graph-kinds-without-numbers",
         "calls in which a unit reads different numbers count as one kind",
-        "engine/graph/graph_engine.py",
-        (("if self._alike in self.tape.reads_numbers:", "if False:"),),
+        "engine/graph/noting_tape.py",
+        (("if unit not in self.reads_numbers:", "if True:"),),
     ),
     Mutation(
         "graph-one-pixel-channels-last",

@@ -180,11 +180,7 @@ class GraphForward(PlacedForward):
     def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
         settings = current_settings(NO_MODES).values + op_choices()
-        read: tuple[Any, ...] = ()
-        if self._alike in self.tape.reads_numbers:
-            from recollect._torch_reads import integers_in
-
-            read = integers_in(tensors)
+        read = self.tape.numbers_read(self._alike, tensors)
         return (
             settings,
             self.module.training,

@@ -68,6 +68,14 @@ class NotingTape(Tape):
         self.traced: dict[Hashable, list[weakref.ref[Any]]] = {}
         self.reads_numbers: set[Hashable] = set()
 
+    def numbers_read(self, unit: Hashable, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the integers that a unit's code may read of what it is given."""
+        if unit not in self.reads_numbers:
+            return ()
+        from recollect._torch_reads import integers_in
+
+        return integers_in(tensors)
+
     @contextmanager
     def noting(self, *, is_on: bool) -> Iterator[list[NotedOp]]:
         """Note the ops of the block's calls in the list that this yields."""
