@@ -259,6 +259,12 @@ MUTATIONS = (
         (("            _clear(error)\n", ""),),
     ),
     Mutation(
+        "no-room-holds-step",
+        "a step that no plan fits lives on in a cycle with its error",
+        "planning/choose.py",
+        (("error.changed()", "error"),),
+    ),
+    Mutation(
         "larger-batch-not-noticed",
         "a plan covers larger batches than it was made for",
         "attaching",

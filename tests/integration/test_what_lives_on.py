@@ -57,6 +57,10 @@ class Loop:
         finally:
             attached.remove()
 
+    def outgrow(self, **keywords: Any) -> None:
+        with pytest.warns(recollect.errors.BudgetWarning, match="no plan fits"):
+            self.attach("20MiB", x=X.repeat(64, 1), **keywords)
+
     def untraceable(self) -> None:
         for layer in self.model:
             layer.append(Untraceable())
@@ -84,6 +88,8 @@ ENDS: dict[str, tuple[Callable[[Loop], object], str]] = {
     "attach, measured": (lambda loop: loop.attach(measure=True), ""),
     "attach, not traced": (Loop.untraceable, ""),
     "attach, no room": (lambda loop: loop.attach("1KiB"), "BudgetTooSmallError"),
+    "attach, no room later": (Loop.outgrow, ""),
+    "attach, no room later, host memory": (lambda loop: loop.outgrow(host_budget="1GiB"), ""),
     "attach, no budget": (lambda loop: loop.attach("many"), "QuantityError"),
     "attach, no such unit": (lambda loop: loop.attach(units=["nope"]), "UnknownNameError"),
     "attach, a wrong batch": (lambda loop: loop.attach(steps=0), "RuntimeError"),

@@ -130,7 +130,8 @@ class Planner:
         try:
             return self.plan(budget_bytes), None
         except BudgetTooSmallError as error:
-            return self.plan(error.least_peak_bytes), error
+            # A copy: with a traceback, the caller's frame and those around it would hold it and each other.
+            return self.plan(error.least_peak_bytes), error.changed()
 
     def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate of all solvers; stop at the first that is good enough."""

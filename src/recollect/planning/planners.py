@@ -191,7 +191,8 @@ class OffloadPlanner(Planner):
             if not without.predicted_slowdown:
                 return replace(without, host_budget_bytes=self._host_bytes)
         except BudgetTooSmallError as error:
-            too_small, least_bytes = error, error.least_peak_bytes
+            # A copy: with a traceback, this frame and those around it would hold it and each other.
+            too_small, least_bytes = error.changed(), error.least_peak_bytes
         found = self._searched(budget_bytes, least_bytes)
         if found is None or (without is not None and self._cost(without).recompute_s <= found.added_s):
             if without is None:
