@@ -176,12 +176,7 @@ def tracing_as_eager() -> Iterator[list[Any]]:
     Numbers that code reads of integers it is given become constants, which guards look at; this yields a list of them.
     """
     read: list[Any] = []
-    with (
-        _TURN,
-        without_collections(),
-        _tracing_as_eager(),
-        numbers_as_constants(read),
-    ):
+    with _TURN, without_collections(), _tracing_as_eager(), numbers_as_constants(read):
         yield read
     # What Dynamo leaves in reference cycles holds tensors that modules have as attributes. It is young, and quickly found.
     gc.collect(1)

@@ -37,8 +37,9 @@ _UNMEASURED = (
 _MOST_COURSES: Final = 4
 # Two steps are the same in all but an argument if their peaks without recompute differ by no more than this part.
 _SAME_PEAK: Final = 0.005
-# A string that had so many values in recorded steps names data, as files of images; one that switches has fewer.
+# A string with so many values in steps whose peaks differ by no more than this part names data, as files of images do.
 _MANY_NAMES: Final = 3
+_NEAR_PEAK: Final = 0.05
 # A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
 _MUCH_SMALLER: Final = 0.5
 _WORTH_SLOWDOWN: Final = 0.01
@@ -329,13 +330,12 @@ class PlannedSteps:
             if [course.without_sizes for course in step.courses] != [one.without_sizes for one in planned.courses]:
                 continue
             calls, its_calls = ([replace(c, arguments=()) for c in made.calls] for made in (step, planned))
-            off_bytes = abs(step.plain_peak_bytes - planned.plain_peak_bytes)
-            has_same_peak = off_bytes <= _SAME_PEAK * planned.plain_peak_bytes
-            is_same = has_same_peak and calls == its_calls and step.courses == planned.courses
+            off = abs(step.plain_peak_bytes / planned.plain_peak_bytes - 1)
+            is_same = off <= _SAME_PEAK and calls == its_calls and step.courses == planned.courses
             for place, values in other_arguments(step.calls, planned.calls):
                 if is_same:
                     self._ignored.add(place)
-                elif all(type(value) is str for value in values):
+                elif off <= _NEAR_PEAK and all(type(value) is str for value in values):
                     names[place].update(values)
         self._ignored |= {place for place, found in names.items() if len(found) >= _MANY_NAMES}
         for step in self.steps:
