@@ -260,11 +260,20 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     return [(key, _ROOT.sub("", _GIVEN.sub("", _PART.sub(r".\1", str(entry[0]))))) for key, entry in stack.items()]
 
 
-def path_around(node: fx.Node, root: torch.nn.Module, names: Mapping[int, str | None]) -> str | None:
-    """Return the name, by `id`, of the innermost module inside the traced `root` whose forward a node was traced in.
+def paths_around(
+    graph: fx.Graph, root: torch.nn.Module, names: Mapping[int, str | None] | None = None
+) -> dict[str, str | None]:
+    """Return, for each node by its name, the path of the innermost module inside `root` whose forward it was traced in.
 
-    Dynamo counts hooks as parts of the module that they are on; they run in the forward of the module around it.
+    Dynamo counts hooks as parts of the module that they are on; they run in the forward of the module around it. `names` has,
+    by `id`, what modules are called in place of their first path.
     """
+    modules = reversed(list(root.named_modules(remove_duplicate=False)))
+    known = {**{id(module): path for path, module in modules}, **(names or {})}
+    return {node.name: _path_around(node, root, known) for node in graph.nodes}
+
+
+def _path_around(node: fx.Node, root: torch.nn.Module, names: Mapping[int, str | None]) -> str | None:
     for _, path in reversed(module_stack(node)):
         module = _part(root, path)
         hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()

@@ -140,15 +140,13 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 def _joint(
     sample: UnitSample, graph: UnitGraph, leaves: list[Any], costs: Costs | None, code: Any, inputs: Any
 ) -> JointRecord:
-    from recollect._torch_dynamo import path_around
+    from recollect._torch_dynamo import paths_around
     from recollect.engine.graph.code_names import check_code
     from recollect.engine.graph.joint import Joint, key_of
     from recollect.engine.graph.trace import Trace
 
     check_code(sample.module)
-    names = {id(module): path for path, module in reversed(list(sample.module.named_modules(remove_duplicate=False)))}
-    paths = {node.name: path_around(node, sample.module, names) for node in code.graph.nodes}
-    trace = Trace(code, inputs, paths)
+    trace = Trace(code, inputs, paths_around(code.graph, sample.module))
 
     def working_bytes(op: TracedOp) -> int:
         return 0 if costs is None or op.facts.changes_nothing else costs.working_bytes_of(key_of(op))

@@ -365,15 +365,11 @@ class GraphForward(PlacedForward):
 
     def _scopes_of(self, graph: Any) -> dict[str, str | None]:
         """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
-        from recollect._torch_dynamo import path_around
+        from recollect._torch_dynamo import paths_around
 
         # Others, as those that the user compiled, have names that the tape never gives.
-        names: dict[int, str | None] = {
-            id(module): path for path, module in reversed(list(self.module.named_modules(remove_duplicate=False)))
-        }
-        names |= {id(scope.module): scope.names[self.path] for scope in self._scopes}
-        names[id(self.module)] = None
-        return {node.name: path_around(node, self.module, names) for node in graph.graph.nodes}
+        names: dict[int, str | None] = {id(scope.module): scope.names[self.path] for scope in self._scopes}
+        return paths_around(graph.graph, self.module, {**names, id(self.module): None})
 
 
 def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
