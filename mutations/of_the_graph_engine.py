@@ -499,6 +499,29 @@ MUTATIONS = (
         (("if node.target not in _OPS:", "if False:"), ("user.target in _OPS and _is_only_read", "_is_only_read")),
     ),
     Mutation(
+        "graph-context-variable-constant",
+        "traces take what a context variable holds for a constant",
+        "_torch_reads.py",
+        (
+            (
+                "VariableTracker.build(translator, self.value.get(), source)",
+                "VariableTracker.build(translator, self.value.get())",
+            ),
+        ),
+    ),
+    Mutation(
+        "graph-capture-unguarded",
+        "no guard of a trace looks at what code was told of a capture",
+        "_torch_reads.py",
+        (('condition = f"answer_to({guard.name}) is {answer}"', 'condition = "True"'),),
+    ),
+    Mutation(
+        "graph-late-parts-unnamed",
+        "parts that came after the plan have names in traces that the tape does not give",
+        "engine/graph/graph_engine.py",
+        (("names.setdefault(id(module), names[id(around)])", "names[id(around)]"),),
+    ),
+    Mutation(
         "graph-kinds-without-numbers",
         "calls in which a unit reads different numbers count as one kind",
         "engine/graph/noting_tape.py",

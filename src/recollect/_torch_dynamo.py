@@ -31,7 +31,7 @@ from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recollect._torch_reads import numbers_as_constants
+from recollect._torch_reads import following_reads
 from recollect.garbage import without_collections
 
 # The errors of a function that could not be traced, or not into one graph, or too often.
@@ -176,7 +176,7 @@ def tracing_as_eager() -> Iterator[list[Any]]:
     Numbers that code reads of integers it is given become constants, which guards look at; this yields a list of them.
     """
     read: list[Any] = []
-    with _TURN, without_collections(), _tracing_as_eager(), numbers_as_constants(read):
+    with _TURN, without_collections(), _tracing_as_eager(), following_reads(read):
         yield read
     # What Dynamo leaves in reference cycles holds tensors that modules have as attributes. It is young, and quickly found.
     gc.collect(1)

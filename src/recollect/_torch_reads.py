@@ -1,28 +1,43 @@
-"""Numbers that traced code reads of the integers it is given: constants of the trace, which its guards look at.
+"""What traced code reads and Dynamo does not follow; guards look at it in each call.
 
-Dynamo does not know what `tolist` and `item` give back. Attention that goes by the lengths of sequences (`cu_seqlens`) reads
-these. Importing this imports Dynamo, which takes a second: files import it inside functions.
+Numbers of the integers that it is given, by `tolist` and `item`: attention that goes by the lengths of sequences
+(`cu_seqlens`) reads these. Context variables, which Dynamo follows since torch 2.14, and whether a stream is captured: layers
+of `transformers` ask.
+
+Importing this imports Dynamo, which takes a second: files import it inside functions.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import install_guard
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
 # What may lie between integers that code is given and numbers that it reads: ops that write to none of them, and draw none.
-_OPS = (operator.getitem, operator.sub, torch.diff, torch.max, "cpu", "diff", "max")
+_METHODS = ("__eq__", "_is_all_true", "cpu", "diff", "max", "sum")
+_OPS = (operator.eq, operator.getitem, operator.mul, operator.sub, torch.diff, torch.max, *_METHODS)
 _MOST_INTEGERS = 1024
 
 _call_method = TensorVariable.call_method
+_call_method_of_object = UserDefinedObjectVariable.call_method
+_call_function = TorchInGraphFunctionVariable.call_function
+_call_skipped = SkipFunctionVariable.call_function
+
+_QUESTIONS = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 
 
 class _UnknownError(Exception):
@@ -30,9 +45,16 @@ class _UnknownError(Exception):
 
 
 @contextmanager
-def numbers_as_constants(read: list[Any]) -> Iterator[None]:
-    """Have Dynamo take numbers that code reads for constants; append each to `read`."""
-    with mock.patch.object(TensorVariable, "call_method", partialmethod(_call_or_read, read)):
+def following_reads(numbers: list[Any]) -> Iterator[None]:
+    """Have Dynamo follow what code reads; append each number that a trace takes for a constant to `numbers`."""
+    with (
+        mock.patch.object(TensorVariable, "call_method", partialmethod(_call_or_read, numbers)),
+        mock.patch.object(UserDefinedObjectVariable, "call_method", _call_or_look_up),
+        mock.patch.object(
+            TorchInGraphFunctionVariable, "call_function", partialmethod(_call_or_answer, _call_function)
+        ),
+        mock.patch.object(SkipFunctionVariable, "call_function", partialmethod(_call_or_answer, _call_skipped)),
+    ):
         yield
 
 
@@ -96,6 +118,42 @@ def _may_be_written(placeholder: fx.Node) -> bool:
 
 def _is_only_read(node: fx.Node) -> bool:
     return all(user.target in _OPS and _is_only_read(user) for user in node.users)
+
+
+def _call_or_look_up(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of an object in traced code, as Dynamo would, or look a context variable up."""
+    if type(self.value) is not ContextVar or name != "get" or args or kwargs:
+        return _call_method_of_object(self, translator, name, args, kwargs)
+    source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
+    return VariableTracker.build(translator, self.value.get(), source)
+
+
+def _call_or_answer(self: Any, call: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function in traced code, as Dynamo would; check numbers, or answer whether a stream is captured."""
+    if self.value is torch._check_tensor_all_with:
+        holds = args[1].call_method(translator, "_is_all_true", [], {}).call_method(translator, "item", [], {})
+        if holds.as_python_constant():
+            return VariableTracker.build(translator, None)
+    if all(self.value is not question for question in _QUESTIONS):
+        return call(self, translator, args, kwargs)
+    answer = _answer_to(self.value)
+    install_guard(self.source.make_guard(partial(_guard_answer, answer)))
+    if answer is None:
+        raise_observed_exception(RuntimeError, translator)
+    return VariableTracker.build(translator, answer)
+
+
+def _answer_to(question: Callable[[], bool]) -> bool | None:
+    """Return the answer; None where the device's runtime is missing, and PyTorch raises an error."""
+    try:
+        return question()
+    except RuntimeError:
+        return None
+
+
+def _guard_answer(answer: bool | None, builder: Any, guard: Any) -> None:
+    condition = f"answer_to({guard.name}) is {answer}"
+    builder.add_python_lambda_leaf_guard_to_root([condition], [condition], {"answer_to": _answer_to})
 
 
 def _guard(content: Any, builder: Any, guard: Any) -> None:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch.nn import functional as F
 import recollect
 from blocks import Computes
 from contract_steps import Run, plain
-from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
+from contract_units import HOOKS, POSITION, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
 from engines import applied, num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL, Only
+from recollect.engine.captured import told_of_capture
 from recollect.engine.graph import graph_engine
 from recollect.errors import ConfigError, ConfigWarning, MutatedValueError
 
@@ -130,7 +133,6 @@ def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["module", "no parameter", "frozen", "there and back", "loaded", "data", "nothing"],
 )
-@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
 def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
     def the_same(model: Model) -> None:
         with torch.random.fork_rng():
@@ -305,6 +307,27 @@ def test_numbers_of_a_buffer_that_changes() -> None:
     )
     _, why_not = changed(lambda model: model.units[0].lengths.copy_(torch.tensor([2, 2])), case)
     assert why_not == ""
+
+
+def test_a_context_variable_that_changes(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(POSITION.set, POSITION.get()))
+    _, why_not = changed(lambda _: POSITION.set(3.0), UNITS["context variable"])
+    assert why_not == ""
+
+
+def test_whether_a_stream_is_captured() -> None:
+    with ExitStack() as told:
+        _, why_not = changed(lambda _: told.enter_context(told_of_capture()), UNITS["asks of a capture"])
+    assert why_not == ""
+
+
+def test_a_check_that_fails() -> None:
+    case = UNITS["numbers checked"]
+    model = case.model()
+    with applied("graph", model, FULL):
+        Run(model).through(plain, plain)
+        with pytest.raises(ValueError, match="got other lengths"):
+            model.units[0](torch.zeros(4, WIDTH), torch.tensor([0, 1, 4]))
 
 
 def test_numbers_that_differ_in_every_call() -> None:

@@ -1004,6 +1004,22 @@ units(
 # Python around the ops
 
 POSITION = contextvars.ContextVar("POSITION", default=2.0)
+HIDDEN: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("HIDDEN", default=None)
+
+
+def _collected(self: Any, x: Tensor) -> Tensor:
+    """Hooks of transformers collect hidden states so."""
+    hidden = self.first(x).sin()
+    if (collected := HIDDEN.get()) is not None:
+        collected.append(hidden)
+    return self.second(hidden).exp()
+
+
+def _collecting(units: Any, x: Tensor) -> Tensor:
+    token = HIDDEN.set(collected := [])
+    out = units[0](x)
+    HIDDEN.reset(token)
+    return out + units[0](out).mean() + sum(hidden.exp().mean() for hidden in collected)
 
 
 def _asks_the_compiler(self: Any, x: Tensor) -> Tensor:
@@ -1015,6 +1031,16 @@ def _asks_the_compiler(self: Any, x: Tensor) -> Tensor:
 # As Transformers gives all loggers a method.
 logging.Logger.say_once = functools.lru_cache(lambda logger, text: logger.debug(text))  # type: ignore[attr-defined]
 _logger: Any = logging.getLogger(__name__)
+
+
+def _asks_of_a_capture(self: Any, x: Tensor) -> Tensor:
+    is_captured = False
+    for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        try:
+            is_captured = is_captured or question()
+        except RuntimeError:  # PyTorch was built without such devices.
+            pass
+    return self.first(x).cos() if is_captured else self.first(x).sin()
 
 
 def _logs_once(self: Any, x: Tensor) -> Tensor:
@@ -1072,6 +1098,7 @@ units(
         "branch on training": lambda self, x: F.dropout(self.first(x), 0.5) if self.training else self.second(x),
         "asks the compiler": _asks_the_compiler,
         "context variable": lambda self, x: self.first(x) * POSITION.get(),
+        "asks of a capture": _asks_of_a_capture,
         "logs once": _logs_once,
         "static address": _static_address,
         "marked dynamic": _marked_dynamic,
@@ -1308,7 +1335,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
-        *("saved on cpu inside", "context variable", "branch on data", "sparse buffer", "weights made inside"),
+        *("saved on cpu inside", "branch on data", "sparse buffer", "weights made inside"),
         *("sparse weight", "weights of inference mode"),
         *(
             "nested tensors inside",
@@ -1356,7 +1383,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}
 # Of these, what newer versions of PyTorch trace, to the same bits.
-TRACED_LATER = ("random of python", "context variable", "function that writes to its result")
+TRACED_LATER = ("random of python", "function that writes to its result")
 
 
 def _layout_changed_beside_a_view(self: Any, x: Tensor) -> Tensor:
@@ -1450,10 +1477,17 @@ def _by_lengths(self: Any, x: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([one.softmax(0).exp() for one in parts])
 
 
+def _checked(self: Any, x: Tensor, ends: Tensor) -> Tensor:
+    torch._check_tensor_all_with(ValueError, (ends * ends[1]).sum() == len(x), lambda: "got other lengths")
+    return self.first(x).exp()
+
+
+units({"collected": _collected}, calls=_collecting)
 units({"lengths read": _by_lengths}, calls=lambda units, x: units[0](x, torch.tensor([0, 1, 4])))
 units(
     {
         "number read": lambda self, x, ends: self.first(x).mul(ends.diff().max().item()).exp(),
+        "numbers checked": _checked,
         "number written to before it is read": lambda self, x, ends: (
             self.first(x).mul([ends.data[1:].add_(1), ends.max().item()][1]).sin()
         ),

@@ -36,7 +36,7 @@ def scope_forwards(units: Mapping[str, nn.Module], tape: Tape, unit_ids: Contain
     """
     forwards: dict[int, ScopeForward] = {}
     for path, unit in units.items():
-        for name, module in _plain_submodules(unit):
+        for name, module in plain_submodules(unit):
             if id(module) not in unit_ids:
                 forwards.setdefault(id(module), ScopeForward(module, tape)).names.setdefault(path, name)
     return list(forwards.values())
@@ -52,7 +52,7 @@ def scopes_by_unit(units: Mapping[str, nn.Module], tape: Tape) -> dict[str, list
     return found
 
 
-def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+def plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """Return the modules below a unit whose `forward` may be wrapped, with their paths in the unit.
 
     Scripted and compiled modules are left out, with everything inside them.
@@ -62,7 +62,7 @@ def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.M
         if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
             continue
         path = f"{prefix}.{name}" if prefix else name
-        found += [(path, child), *_plain_submodules(child, path)]
+        found += [(path, child), *plain_submodules(child, path)]
     return found
 
 

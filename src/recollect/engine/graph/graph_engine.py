@@ -48,7 +48,7 @@ from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, placed_call, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
-from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, scopes_by_unit
+from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, plain_submodules, scopes_by_unit
 from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
@@ -367,9 +367,13 @@ class GraphForward(PlacedForward):
         """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
         from recollect._torch_dynamo import paths_around
 
-        # Others, as those that the user compiled, have names that the tape never gives.
         names: dict[int, str | None] = {id(scope.module): scope.names[self.path] for scope in self._scopes}
-        return paths_around(graph.graph, self.module, {**names, id(self.module): None})
+        names[id(self.module)] = None
+        # The tape names no module that came after the plan. What the user compiled has names here that the tape never gives.
+        for path, module in plain_submodules(self.module):
+            around = self.module.get_submodule(path.rpartition(".")[0])
+            names.setdefault(id(module), names[id(around)])
+        return paths_around(graph.graph, self.module, names)
 
 
 def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
