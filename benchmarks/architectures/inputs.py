@@ -27,6 +27,11 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(_FIRST_WORD, _vocabulary(config), (SEQUENCES, TOKENS), generator=generator)
+    if subject.task == "sequence classification":
+        # The last token that is no padding, or the end of the sequence, is what is classified.
+        text = config.get_text_config()
+        text.pad_token_id = 0 if text.pad_token_id is None else text.pad_token_id
+        words[:, -1] = getattr(text, "eos_token_id", None) or _FIRST_WORD
     batch: dict[str, Any] = {}
     labels: torch.Tensor | None = words.clone()
     # A text model that can take sound or images as well trains on text alone.

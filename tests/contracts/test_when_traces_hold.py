@@ -142,6 +142,17 @@ def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
     changed(the_same)
 
 
+def test_a_part_that_is_replaced_before_it_runs() -> None:
+    """BigBird chooses its attention so in the first step."""
+    plainly, model = FEED_FORWARD.model(), FEED_FORWARD.model()
+    with applied("graph", model, FULL) as handle:
+        for one in (plainly, model):
+            torch.manual_seed(7)
+            one.units[0].first = nn.Linear(WIDTH, WIDTH)
+        assert_same_gradients(Run(plainly).through(plain, plain, plain), Run(model).through(plain, plain, plain))
+        assert num_tape_calls(handle) == len(model.paths)
+
+
 def test_a_different_kernel_of_attention(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: torch.backends.cuda.enable_flash_sdp(True))
     handle, why_not = changed(lambda _: torch.backends.cuda.enable_flash_sdp(False), UNITS["cross attention"])
@@ -315,9 +326,16 @@ def test_a_context_variable_that_changes(request: pytest.FixtureRequest) -> None
     assert why_not == ""
 
 
-def test_whether_a_stream_is_captured() -> None:
+def test_code_that_is_told_of_a_capture() -> None:
     with ExitStack() as told:
         _, why_not = changed(lambda _: told.enter_context(told_of_capture()), UNITS["asks of a capture"])
+    assert why_not == ""
+
+
+def test_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In place of what a build without CUDA lacks.
+    asked = "torch.cuda.graphs._cuda_isCurrentStreamCapturing"
+    _, why_not = changed(lambda _: monkeypatch.setattr(asked, lambda: True), UNITS["asks of a capture"])
     assert why_not == ""
 
 
