@@ -1,7 +1,7 @@
 """Find the units of a model: the modules that the planner treats as one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,14 +38,14 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
     """
-    layers = _named_layers(model, paths) if paths is not None else _find_layers(model)
+    layers = _named_layers(model, paths) if paths is not None else _outermost(model, _find_layers(model))
     if not layers:
         raise UnsupportedModelError(
             f"found nothing to plan in {type(model).__name__}: expected a module that computes something with parameters of "
             'its own or of its children. Name the modules to plan, for example units=["encoder", "decoder"]; units=[""] is '
             "the model as a whole."
         )
-    units = _cover(model, "", layers)
+    units = _cover(model, "", layers, {id(model.get_submodule(path)) for path in layers})
     # A model may hold its layers twice, the second time in a helper. The last one to come stays in the dictionary.
     firsts = {id(unit.module): unit for unit in reversed(units)}
     units = [unit for unit in units if not unit.is_layer or firsts[id(unit.module)] is unit]
@@ -56,7 +56,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "Name that one; its plan holds for every run of the module."
         )
     # An activation that all layers share, say: what it computes in a layer is the layer's.
-    inside = {id(part) for unit in units if unit.is_layer for part in unit.module.modules()}
+    inside = {id(part) for unit in units for part in _parts(unit.module)}
     return [unit for unit in units if unit.is_layer or id(unit.module) not in inside]
 
 
@@ -78,10 +78,11 @@ def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
     known = dict(model.named_modules(remove_duplicate=False))
     chosen = set(listed(paths) or [])
+    inside = {path: {id(part) for part in _parts(known[path])} for path in chosen & known.keys()}
     for path in chosen:
         if path not in known:
             raise UnknownNameError(kind="unit", name=path, known=known, where=type(model).__name__)
-        outer = [other for other in chosen if path.startswith(f"{other}.") or (other == "" and path)]
+        outer = [other for other, parts in inside.items() if id(known[path]) in parts]
         if outer:
             raise UnknownNameError(
                 kind="separate unit", name=path, known=outer, where=f"{unit_words(outer[0])} contains it:"
@@ -89,16 +90,28 @@ def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
     return chosen
 
 
-def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
-    """Return the layers, and around them the largest modules that contain none."""
+def _outermost(model: nn.Module, layers: set[str]) -> set[str]:
+    """Return the paths without those of modules that others contain: a model may list parts of its layers, too."""
+    modules = {path: model.get_submodule(path) for path in layers}
+    inside = {id(part) for module in modules.values() for part in _parts(module)}
+    return {path for path, module in modules.items() if id(module) not in inside}
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if part is not module)
+
+
+def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) -> list[Unit]:
+    """Return the layers, and around them the largest modules that contain none, under whatever name."""
     if path in layers:
         return [Unit(path, module, is_layer=True)]
-    prefix = f"{path}." if path else ""
-    if not any(layer.startswith(prefix) for layer in layers):
+    if id(module) in layer_ids:
+        return []
+    if layer_ids.isdisjoint(map(id, module.modules())):
         return [Unit(path, module, is_layer=False)] if not isinstance(module, NOT_CALLED) else []
     units: list[Unit] = []
     for name, child in module.named_children():
-        units += _cover(child, f"{prefix}{name}", layers)
+        units += _cover(child, f"{path}.{name}".lstrip("."), layers, layer_ids)
     return units
 
 

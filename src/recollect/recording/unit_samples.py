@@ -147,7 +147,7 @@ class FailedKinds:
 
 
 class UnitSamples:
-    """Copies the inputs of one call of each kind of unit: the same class, parameters and arguments, by their shapes.
+    """Copies the inputs of one call of each kind of unit: the same class, parameters and arguments, by shapes and strides.
 
     Calls of a kind may have different graphs: nothing reads the output of the last of several layers, or every second layer
     shifts its windows. They share the inputs, and run on modules of their own.
@@ -295,9 +295,12 @@ def _copied(leaf: Any) -> Any:
 
 
 def _shapes(items: Any) -> tuple[Any, ...]:
-    """Return what tells calls apart: layers may branch on flags and words, and count with other numbers."""
+    """Return what tells calls apart: layers may branch on flags and words, and count with other numbers.
+
+    Ops go by strides: a linear layer adds its bias apart if its input is not contiguous.
+    """
     return tuple(
-        (shape_of(item), item.dtype, item.requires_grad)
+        (shape_of(item), item.stride() if has_strides(item) else None, item.dtype, item.requires_grad)
         if isinstance(item, torch.Tensor)
         else item
         if isinstance(item, (bool, str))

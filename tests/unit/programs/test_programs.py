@@ -369,6 +369,19 @@ def test_layers_alike_are_traced_each_where_they_run_different_ops() -> None:
     assert len({graph.joint for graph in profile.graphs if graph.joint}) == 2
 
 
+def test_layers_alike_are_traced_each_on_the_strides_that_they_get() -> None:
+    """A linear layer adds its bias apart if its input is not contiguous."""
+
+    def transposing() -> Computes:
+        def run(self: Any, hidden: Tensor) -> Tensor:
+            return torch.tanh(self.linear(hidden)).transpose(0, 1)
+
+        return Computes(run, linear=nn.Linear(WIDTH, WIDTH))
+
+    profile = recollect.record(Layers(transposing), torch.randn(8, 8, WIDTH), engine="graph")
+    assert {graph.why_not_traced for graph in profile.graphs} == {""}
+
+
 @pytest.mark.parametrize("make", [lambda: SimpleNamespace(keys=[]), lambda: {"keys": []}], ids=["an object", "a dict"])
 def test_a_unit_that_adds_to_what_others_computed_is_traced(make: Callable[[], Any]) -> None:
     """As a layer with adapters gets the keys of those before it, in a cache; their own input needs no gradient."""

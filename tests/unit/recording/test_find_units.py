@@ -52,6 +52,21 @@ def test_layers_that_a_helper_of_the_model_holds_too_are_units_once() -> None:
         find_units(model, ["net.layers.0", "helper.net.layers.0"])
 
 
+def test_parts_of_layers_that_the_model_lists_too_are_the_layers() -> None:
+    layers = nn.ModuleList(Holder(first=Block(), second=Block()) for _ in range(2))
+    model = Holder(layers=layers, blocks=nn.ModuleList(block for layer in layers for block in layer.children()))
+    assert [unit.path for unit in find_units(model)] == ["layers.0", "layers.1"]
+
+
+def test_what_holds_layers_under_different_names_is_no_unit() -> None:
+    """Like the skip layers of MONAI's DynUNet."""
+    layers = nn.ModuleList(Block() for _ in range(2))
+    model = Holder(layers=layers, skip=Holder(down=layers[0], next=nn.Linear(2, 2), up=layers[1]))
+    assert [unit.path for unit in find_units(model)] == ["layers.0", "layers.1", "skip.next"]
+    with pytest.raises(UnknownNameError, match="^unit 'skip' contains it.*'layers.1'"):
+        find_units(model, ["layers.1", "skip"])
+
+
 def test_layers_that_are_replicated_each_have_a_class_of_their_own() -> None:
     layers = nn.ModuleList(replicate(Block()) for _ in range(3))
     units = find_units(Holder(stem=nn.Linear(2, 2), layers=layers, head=nn.Linear(2, 2)), None)
