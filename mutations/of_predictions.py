@@ -658,6 +658,29 @@ MUTATIONS = (
         (("not unit.is_layer or firsts[id(unit.module)] is unit", "firsts"),),
     ),
     Mutation(
+        "layers-held-under-different-names",
+        "a module that holds layers once more, under different names, is a unit, too",
+        "recording/find_units.py",
+        (
+            (
+                "if layer_ids.isdisjoint(map(id, module.modules())):",
+                "if not any(f'{one}.'.startswith(f'{path}.'.lstrip('.')) for one in layers):",
+            ),
+        ),
+    ),
+    Mutation(
+        "dicts-with-a-forward-not-called",
+        "a class that derives from `nn.ModuleDict` and has a forward is taken for one that nobody calls",
+        "recording/find_units.py",
+        (("return type(module).forward is not nn.Module.forward or not isinstance", "return not isinstance"),),
+    ),
+    Mutation(
+        "strides-of-samples",
+        "layers alike are traced on the inputs of the first, whatever strides theirs have",
+        "recording/unit_samples.py",
+        (("item.stride() if has_strides(item) else None", "None"),),
+    ),
+    Mutation(
         "unused-graphs-forgotten",
         "what a graph that no backward used up holds until the next step's output replaces it is not predicted",
         "simulation",

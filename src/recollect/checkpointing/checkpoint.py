@@ -26,7 +26,7 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import ConfigError, NotYetError
-from recollect.recording.find_units import NOT_CALLED
+from recollect.recording.find_units import is_called
 
 _DETERMINISM_CHECKS: Final = ("default", "none")
 
@@ -304,7 +304,7 @@ def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[
         paths += inside
         chosen_numel += inside_numel
     if path and policy(module=module, recurse=False, nonwrapped_numel=numel - chosen_numel):
-        if not isinstance(module, NOT_CALLED):
+        if is_called(module):
             return [path], numel
     return paths, chosen_numel
 

@@ -13,8 +13,6 @@ from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# They only hold modules, and have no forward.
-NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 # A child with a smaller share of its parent's parameters is not the main part.
 _LEAST_SHARE = 0.1
 # A child with this share of them is the main part.
@@ -28,6 +26,11 @@ class Unit:
     path: str
     module: nn.Module
     is_layer: bool
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward: lists of modules only hold them, but classes that derive from them may have one."""
+    return type(module).forward is not nn.Module.forward or not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Unit]:
@@ -108,7 +111,7 @@ def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) 
     if id(module) in layer_ids:
         return []
     if layer_ids.isdisjoint(map(id, module.modules())):
-        return [Unit(path, module, is_layer=False)] if not isinstance(module, NOT_CALLED) else []
+        return [Unit(path, module, is_layer=False)] if is_called(module) else []
     units: list[Unit] = []
     for name, child in module.named_children():
         units += _cover(child, f"{path}.{name}".lstrip("."), layers, layer_ids)
@@ -209,7 +212,7 @@ def _heaviest(model: nn.Module) -> set[str]:
         module = model.get_submodule(path)
         heavy = _heavy_children(module, path, weight_of)
     is_empty = not _has_children(module) and not weight_of(module)
-    return set() if isinstance(module, NOT_CALLED) or is_empty else {path}
+    return {path} if is_called(module) and not is_empty else set()
 
 
 def _heavy_children(parent: nn.Module, path: str, weight_of: Callable[[nn.Module], int]) -> dict[str, float]:
@@ -234,7 +237,7 @@ def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, child in parent.named_children():
         path = f"{prefix}{name}"
-        found += _called(child, f"{path}.") if isinstance(child, NOT_CALLED) else [(path, child)]
+        found += [(path, child)] if is_called(child) else _called(child, f"{path}.")
     return found
 
 

@@ -27,7 +27,7 @@ from recollect.profile import events
 from recollect.profile.events import Event, Key, StepLog
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.find_units import NOT_CALLED
+from recollect.recording.find_units import is_called
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import RecordedCall, Tracked, tracker_of
 from recollect.tensors import tensors_held
@@ -346,4 +346,4 @@ def entry_modules(model: nn.Module, unit_paths: Collection[str]) -> dict[str, nn
     paths = {"", *itertools.chain.from_iterable(paths_above(path) for path in unit_paths)}
     if type(model).forward is nn.Module.forward:
         paths.update(path for path, _ in model.named_children())
-    return {path: modules[path] for path in sorted(paths) if not isinstance(modules[path], NOT_CALLED)}
+    return {path: modules[path] for path in sorted(paths) if is_called(modules[path])}

@@ -318,6 +318,23 @@ def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
         assert attached.plan is not None and "" in attached.plan.units
 
 
+class Chain(nn.ModuleDict):
+    """Dicts of modules have no forward, but this one, like the containers of SpeechBrain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.values():
+            x = part(x)
+        return x
+
+
+def test_a_dict_of_modules_with_a_forward_is_recorded_from_its_call_on() -> None:
+    model = Chain({"stem": nn.Linear(8, 32), "layers": nn.Sequential(*Residual().layers)})
+    with attached_loop("100%", model) as (_, optimizer, attached):
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        assert str(attached.planned[0].calls[0]) == "16 x 8"
+
+
 def test_times_that_nobody_measured_are_named() -> None:
     lines: list[str] = []
     with torch.device("meta"):
