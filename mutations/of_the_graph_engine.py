@@ -510,6 +510,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "graph-warnings-lost",
+        "a trace leaves warnings out that are to be shown each time",
+        "_torch_dynamo.py",
+        (("for action, *_ in _filters_of(UserWarning)", "for action, *_ in ()"),),
+    ),
+    Mutation(
         "graph-capture-unguarded",
         "no guard of a trace looks at what code was told of a capture",
         "_torch_reads.py",

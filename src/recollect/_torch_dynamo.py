@@ -206,9 +206,7 @@ def _tracing_as_eager() -> Iterator[None]:
                 recompile_limit=_MOST_TRACES,
                 accumulated_recompile_limit=2**20,
                 run_gc_after_compile=False,
-                # Methods that libraries add to loggers and that say the same only once: the tape's call has said it.
-                ignore_logging_functions=dynamo_config.ignore_logging_functions
-                | {mark_static_address, *(own for own in vars(logging.Logger).values() if hasattr(own, "cache_info"))},
+                ignore_logging_functions=dynamo_config.ignore_logging_functions | {mark_static_address, *_said_once()},
             ),
         ):
             warnings.simplefilter("ignore")
@@ -218,6 +216,20 @@ def _tracing_as_eager() -> Iterator[None]:
         answers.update(before)
         # By the functions that it traced, Dynamo keeps the defaults of their arguments, which may hold the functions.
         getattr(variables.functions, "_spec_cache", {}).clear()
+
+
+def _said_once() -> Iterator[Any]:
+    """Yield functions that say the same only once: the tape's call has said it.
+
+    Libraries add such methods to loggers. PyTorch warns of masks of different types in each call of an attention.
+    """
+    yield from (own for own in vars(logging.Logger).values() if hasattr(own, "cache_info"))
+    if not any(action in ("always", "all", "error") for action, *_ in _filters_of(UserWarning)):
+        yield warnings.warn
+
+
+def _filters_of(category: type[Warning]) -> Iterator[Any]:
+    return (one for one in warnings.filters if issubclass(category, one[2]))
 
 
 def _fake_grouped_mm(

@@ -1,6 +1,7 @@
 """What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
 
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -346,6 +347,25 @@ def test_a_check_that_fails() -> None:
         Run(model).through(plain, plain)
         with pytest.raises(ValueError, match="got other lengths"):
             model.units[0](torch.zeros(4, WIDTH), torch.tensor([0, 1, 4]))
+
+
+def _warns(self: Any, x: Tensor) -> Tensor:
+    warnings.warn("masks of different types", stacklevel=1)
+    return self.first(x).sin()
+
+
+@pytest.mark.parametrize(("action", "num_on_tape"), [("default", 1), ("always", 3)])
+def test_a_unit_that_warns(action: Any, num_on_tape: int) -> None:
+    """By default a warning is shown once, and the tape's call has shown it."""
+    case = Case("warns", _warns)
+    model = case.model()
+    with warnings.catch_warnings(record=True) as shown, applied("graph", model, FULL) as handle:
+        warnings.resetwarnings()
+        warnings.simplefilter(action)
+        expected = Run(case.model()).through(plain, plain, plain)
+        assert_same_gradients(expected, Run(model).through(plain, plain, plain))
+        assert num_tape_calls(handle) == num_on_tape
+    assert [one.category for one in shown].count(UserWarning) == (1 if action == "default" else 6)
 
 
 def test_numbers_that_differ_in_every_call() -> None:
