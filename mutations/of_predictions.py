@@ -655,7 +655,7 @@ MUTATIONS = (
         "layers-held-twice",
         "layers that a helper of the model holds too are two units each, and every step is recorded again",
         "recording/find_units.py",
-        (("not unit.is_layer or firsts[id(unit.module)] is unit", "firsts"),),
+        (("firsts[id(unit.module)] is unit", "firsts"),),
     ),
     Mutation(
         "layers-held-under-different-names",

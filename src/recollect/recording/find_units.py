@@ -49,9 +49,9 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "the model as a whole."
         )
     units = _cover(model, "", layers, {id(model.get_submodule(path)) for path in layers})
-    # A model may hold its layers twice, the second time in a helper. The last one to come stays in the dictionary.
+    # A model may hold modules twice, the second time in a helper.
     firsts = {id(unit.module): unit for unit in reversed(units)}
-    units = [unit for unit in units if not unit.is_layer or firsts[id(unit.module)] is unit]
+    units = [unit for unit in units if firsts[id(unit.module)] is unit]
     missing = [] if paths is None else sorted(layers - {unit.path for unit in units})
     if missing:
         raise UnsupportedModelError(

@@ -43,11 +43,11 @@ def test_a_module_that_layers_share_with_their_model_is_theirs() -> None:
     assert [unit.path for unit in find_units(model)] == ["layers.0", "layers.1", "head"]
 
 
-def test_layers_that_a_helper_of_the_model_holds_too_are_units_once() -> None:
-    """Like those of performer-pytorch, whose projections a helper draws."""
-    net = Holder(layers=nn.ModuleList(Block() for _ in range(2)))
+def test_modules_that_a_helper_of_the_model_holds_too_are_units_once() -> None:
+    """Like those of performer-pytorch, whose projections a helper draws, and of nnU-Net, whose decoder holds the encoder."""
+    net = Holder(stem=nn.Linear(2, 2), layers=nn.ModuleList(Block() for _ in range(2)))
     model = Holder(net=net, helper=Holder(net=net), head=nn.Linear(2, 2))
-    assert [unit.path for unit in find_units(model)] == ["net.layers.0", "net.layers.1", "head"]
+    assert [unit.path for unit in find_units(model)] == ["net.stem", "net.layers.0", "net.layers.1", "head"]
     with pytest.raises(UnsupportedModelError, match="cannot plan 'helper.net.layers.0' .* the same module as one"):
         find_units(model, ["net.layers.0", "helper.net.layers.0"])
 
