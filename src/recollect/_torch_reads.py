@@ -2,7 +2,8 @@
 
 Numbers of the integers that it is given, by `tolist` and `item`: attention that goes by the lengths of sequences
 (`cu_seqlens`) reads these. Context variables, which Dynamo follows since torch 2.14, and whether a stream is captured: layers
-of `transformers` ask.
+of `transformers` ask. The names of modules that classes of tensors are from, which torch 2.13 and 2.14 do not follow: DoRA in
+PEFT asks.
 
 Importing this imports Dynamo, which takes a second: files import it inside functions.
 """
@@ -22,6 +23,7 @@ from torch._dynamo.guards import install_guard
 from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -34,6 +36,7 @@ _MOST_INTEGERS = 1024
 
 _call_method = TensorVariable.call_method
 _call_method_of_object = UserDefinedObjectVariable.call_method
+_call_method_of_attribute = GetAttrVariable.call_method
 _call_function = TorchInGraphFunctionVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 
@@ -50,6 +53,7 @@ def following_reads(numbers: list[Any]) -> Iterator[None]:
     with (
         mock.patch.object(TensorVariable, "call_method", partialmethod(_call_or_read, numbers)),
         mock.patch.object(UserDefinedObjectVariable, "call_method", _call_or_look_up),
+        mock.patch.object(GetAttrVariable, "call_method", _call_of_name),
         mock.patch.object(
             TorchInGraphFunctionVariable, "call_function", partialmethod(_call_or_answer, _call_function)
         ),
@@ -126,6 +130,14 @@ def _call_or_look_up(self: Any, translator: Any, name: str, args: Any, kwargs: A
         return _call_method_of_object(self, translator, name, args, kwargs)
     source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
     return VariableTracker.build(translator, self.value.get(), source)
+
+
+def _call_of_name(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of an attribute in traced code, as Dynamo would, or of the name of a class's module."""
+    of_class = getattr(self.obj, "value", None)
+    if self.name != "__module__" or not isinstance(of_class, type):
+        return _call_method_of_attribute(self, translator, name, args, kwargs)
+    return VariableTracker.build(translator, of_class.__module__).call_method(translator, name, args, kwargs)
 
 
 def _call_or_answer(self: Any, call: Any, translator: Any, args: Any, kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ DRAWING = frozenset(
 WITH_DRAWS = DRAWING | {"random relu", "random relu in place", "causal sdpa", "masked sdpa"}
 
 # Their own code reads tensors, which no capture allows; traced, guards read them in its place.
-READING = frozenset({"lengths read", "number read"})
+READING = frozenset({"lengths read", "number read", "numbers checked"})
 
 REFUSED = r"got \S+ in unit '[\w.]+'='recompute', torch\.cuda\.graph='capturing': to draw the same random numbers"
 

@@ -1033,6 +1033,12 @@ logging.Logger.say_once = functools.lru_cache(lambda logger, text: logger.debug(
 _logger: Any = logging.getLogger(__name__)
 
 
+def _asks_for_a_library(self: Any, x: Tensor) -> Tensor:
+    """DoRA in PEFT asks so whether weights are quantized."""
+    hidden = self.first(x)
+    return hidden.sin() if type(self.first.weight).__module__.startswith("torch.") else hidden.cos()
+
+
 def _asks_of_a_capture(self: Any, x: Tensor) -> Tensor:
     is_captured = False
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
@@ -1099,6 +1105,7 @@ units(
         "asks the compiler": _asks_the_compiler,
         "context variable": lambda self, x: self.first(x) * POSITION.get(),
         "asks of a capture": _asks_of_a_capture,
+        "asks for a library": _asks_for_a_library,
         "logs once": _logs_once,
         "static address": _static_address,
         "marked dynamic": _marked_dynamic,
