@@ -493,6 +493,12 @@ MUTATIONS = (
         (("if not _holds_integers(given) or _may_be_written(node):", "if not _holds_integers(given):"),),
     ),
     Mutation(
+        "graph-numbers-written-as-bytes",
+        "writes to integers through tensors of other types that share their memory are not looked for",
+        "_torch_reads.py",
+        (("isinstance(its, torch.Tensor) and its.layout is torch.strided", "_holds_integers(its)"),),
+    ),
+    Mutation(
         "graph-numbers-of-any-op",
         "numbers that a unit draws and reads are constants of its trace",
         "_torch_reads.py",

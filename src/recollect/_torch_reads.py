@@ -114,10 +114,11 @@ def _given_as(placeholder: fx.Node) -> Any:
 
 
 def _may_be_written(placeholder: fx.Node) -> bool:
-    """Whether anything traced so far may have written to memory that a tensor shares."""
+    """Whether anything traced so far may have written to memory that a tensor shares, with others of whatever type."""
     memory = _given_as(placeholder).untyped_storage()._cdata
-    integers = (one for one in placeholder.graph.find_nodes(op="placeholder") if _holds_integers(_given_as(one)))
-    return not all(_is_only_read(one) for one in integers if _given_as(one).untyped_storage()._cdata == memory)
+    given = ((one, _given_as(one)) for one in placeholder.graph.find_nodes(op="placeholder"))
+    tensors = ((one, its) for one, its in given if isinstance(its, torch.Tensor) and its.layout is torch.strided)
+    return not all(_is_only_read(one) for one, its in tensors if its.untyped_storage()._cdata == memory)
 
 
 def _is_only_read(node: fx.Node) -> bool:

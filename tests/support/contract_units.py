@@ -1359,7 +1359,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": (
         *("one element", "loop over experts", "mask of data", "number under autocast"),
-        *("number written to before it is read", "number drawn and read"),
+        *("number written to before it is read", "number drawn and read", "number written to as bytes"),
     ),
     "it returns a view of an input": ("view of the input out", "position bias", "spectral norm"),
     "it returns the same memory twice, with and without a gradient": ("attribute of an earlier call",),
@@ -1503,6 +1503,14 @@ units(
         ),
     },
     calls=lambda units, x: units[0](x, torch.tensor([0, 1, 3])),
+)
+units(
+    {
+        "number written to as bytes": lambda self, x, ends: (
+            self.first(x).mul([ends[1].mul_(2), ends[0].max().item()][1]).sin()
+        )
+    },
+    calls=lambda units, x: units[0](x, (ends := torch.tensor([0, 1, 3]), ends.view(torch.int8))),
 )
 
 
