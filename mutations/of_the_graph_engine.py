@@ -496,7 +496,7 @@ MUTATIONS = (
         "graph-numbers-written-as-bytes",
         "writes to integers through tensors of other types that share their memory are not looked for",
         "_torch_reads.py",
-        (("isinstance(its, torch.Tensor) and its.layout is torch.strided", "_holds_integers(its)"),),
+        (("if _memory_of(one) == memory)", "if _memory_of(one) == memory and _holds_integers(_given_as(one)))"),),
     ),
     Mutation(
         "graph-numbers-of-any-op",
@@ -519,7 +519,7 @@ MUTATIONS = (
         "graph-warnings-lost",
         "a trace leaves warnings out that are to be shown each time",
         "_torch_dynamo.py",
-        (("for action, *_ in _filters_of(UserWarning)", "for action, *_ in ()"),),
+        (('if actions.isdisjoint(("always", "all", "error")):', "if True:"),),
     ),
     Mutation(
         "graph-capture-unguarded",

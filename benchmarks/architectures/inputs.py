@@ -20,7 +20,10 @@ _FIRST_WORD = 4
 
 
 def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
-    """Return a batch of two: tokens, images or sound, with labels where the class takes them."""
+    """Return a batch of two: tokens, images or sound, with labels where the class takes them.
+
+    A classifier of texts gets a padding token, where it has none: its embedding, which is made by now, does not pad with it.
+    """
     if subject.task in TRIED_TASKS:
         return tried_batch(subject.task, model)
     config: Any = model.config
@@ -28,7 +31,7 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(_FIRST_WORD, _vocabulary(config), (SEQUENCES, TOKENS), generator=generator)
     if subject.task == "sequence classification":
-        # The last token that is no padding, or the end of the sequence, is what is classified.
+        # What is classified is the last token that is not padding, or the end of the sequence.
         text = config.get_text_config()
         text.pad_token_id = 0 if text.pad_token_id is None else text.pad_token_id
         words[:, -1] = getattr(text, "eos_token_id", None) or _FIRST_WORD

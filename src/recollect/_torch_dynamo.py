@@ -224,12 +224,9 @@ def _said_once() -> Iterator[Any]:
     Libraries add such methods to loggers. PyTorch warns of masks of different types in each call of an attention.
     """
     yield from (own for own in vars(logging.Logger).values() if hasattr(own, "cache_info"))
-    if not any(action in ("always", "all", "error") for action, *_ in _filters_of(UserWarning)):
+    actions = {action for action, _, category, *_ in warnings.filters if issubclass(UserWarning, category)}
+    if actions.isdisjoint(("always", "all", "error")):
         yield warnings.warn
-
-
-def _filters_of(category: type[Warning]) -> Iterator[Any]:
-    return (one for one in warnings.filters if issubclass(category, one[2]))
 
 
 def _fake_grouped_mm(

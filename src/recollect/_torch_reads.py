@@ -115,10 +115,15 @@ def _given_as(placeholder: fx.Node) -> Any:
 
 def _may_be_written(placeholder: fx.Node) -> bool:
     """Whether anything traced so far may have written to memory that a tensor shares, with others of whatever type."""
-    memory = _given_as(placeholder).untyped_storage()._cdata
-    given = ((one, _given_as(one)) for one in placeholder.graph.find_nodes(op="placeholder"))
-    tensors = ((one, its) for one, its in given if isinstance(its, torch.Tensor) and its.layout is torch.strided)
-    return not all(_is_only_read(one) for one, its in tensors if its.untyped_storage()._cdata == memory)
+    memory = _memory_of(placeholder)
+    given = placeholder.graph.find_nodes(op="placeholder")
+    return not all(_is_only_read(one) for one in given if _memory_of(one) == memory)
+
+
+def _memory_of(placeholder: fx.Node) -> int | None:
+    given = _given_as(placeholder)
+    has_storage = isinstance(given, torch.Tensor) and given.layout is torch.strided
+    return given.untyped_storage()._cdata if has_storage else None
 
 
 def _is_only_read(node: fx.Node) -> bool:

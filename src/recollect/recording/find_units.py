@@ -1,7 +1,7 @@
 """Find the units of a model: the modules that the planner treats as one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,7 +59,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "Name that one; its plan holds for every run of the module."
         )
     # An activation that all layers share, say: what it computes in a layer is the layer's.
-    inside = {id(part) for unit in units for part in _parts(unit.module)}
+    inside = _inside(unit.module for unit in units)
     return [unit for unit in units if unit.is_layer or id(unit.module) not in inside]
 
 
@@ -81,7 +81,7 @@ def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
     known = dict(model.named_modules(remove_duplicate=False))
     chosen = set(listed(paths) or [])
-    inside = {path: {id(part) for part in _parts(known[path])} for path in chosen & known.keys()}
+    inside = {path: _inside([known[path]]) for path in chosen & known.keys()}
     for path in chosen:
         if path not in known:
             raise UnknownNameError(kind="unit", name=path, known=known, where=type(model).__name__)
@@ -96,12 +96,12 @@ def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
 def _outermost(model: nn.Module, layers: set[str]) -> set[str]:
     """Return the paths without those of modules that others contain: a model may list parts of its layers, too."""
     modules = {path: model.get_submodule(path) for path in layers}
-    inside = {id(part) for module in modules.values() for part in _parts(module)}
+    inside = _inside(modules.values())
     return {path for path, module in modules.items() if id(module) not in inside}
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in module.modules() if part is not module)
+def _inside(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(part) for module in modules for part in module.modules() if part is not module}
 
 
 def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) -> list[Unit]:
