@@ -546,6 +546,12 @@ MUTATIONS = (
         (("if not tensor.is_contiguous() or tensor.dim() not in _IMAGE_DIMS or 1 not in tensor.shape:", "if True:"),),
     ),
     Mutation(
+        "graph-traces-of-gone-classes",
+        "traces that look at a class that is gone are taken to fit any call",
+        "_torch_dynamo.py",
+        (("if entry.code is not None]", "]"),),
+    ),
+    Mutation(
         "graph-parts-in-lists",
         "in a trace, a part that is reached through a list of the module's own has no place",
         "_torch_dynamo.py",

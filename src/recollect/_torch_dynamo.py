@@ -27,7 +27,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address, variables
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.guards import get_guard_fail_reason
 from torch._dynamo.variables.torch import tracing_state_functions
+from torch._guards import CompileId
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,10 +71,8 @@ class TracedWhole:
     def __init__(self, function: Any, backend: Backend, *, dynamic: bool = False) -> None:
         own_globals = {**function.__globals__}
         own = FunctionType(function.__code__.replace(), own_globals, function.__name__, function.__defaults__)
-        # Not `torch.compile`: it does not tell why a trace does not fit a call.
-        optimize = dynamo.optimize(
-            backend, nopython=True, guard_fail_fn=_note_failure, dynamic=None if dynamic else False
-        )
+        # Not `torch.compile`: it wraps the backend, and Dynamo would keep the wrapper.
+        optimize = dynamo.optimize(backend, nopython=True, dynamic=None if dynamic else False)
         self._trace: Callable[..., Any] = optimize(own)
         self._is_off = isinstance(optimize, eval_frame._NullDecorator)
         self._own = own
@@ -90,7 +90,7 @@ class TracedWhole:
             return self._trace(*args)
         finally:
             # Else, in Dynamo's maps, what it made for a trace keeps our code, which has it, and backends stay for good.
-            for entry in _debug_get_cache_entry_list(self._own.__code__):
+            for entry in self._entries():
                 dynamo_utils.orig_code_map[entry.code] = self._given
             eval_frame.cached_backends.pop(id(self._backend), None)
 
@@ -104,9 +104,8 @@ class TracedWhole:
         `trace` would do the same within wrappers that take 0.2 ms in each call. `torch.compiler.set_stance` could ask whether a
         trace fits, but holds for the calls of all threads.
         """
-        code = self._own.__code__
-        given = dict(zip(code.co_varnames, args, strict=False))
-        entries = _debug_get_cache_entry_list(code)
+        given = self._named(args)
+        entries = self._entries()
         for entry in entries:
             if entry.guard_manager.check(given):
                 if id(entry.code) not in self._runs:
@@ -115,6 +114,23 @@ class TracedWhole:
                     self._runs[id(entry.code)] = self._without_wrappers(entry.code)
                 return self._runs[id(entry.code)]
         return None
+
+    def what_differs(self, *args: Any) -> str:
+        """Return the first condition of the last trace that a call does not meet, which fits none."""
+        code = self._own.__code__
+        last = (self._entries() or _debug_get_cache_entry_list(code))[-1]
+        number = CompileId(frame_id=0, frame_compile_id=0)
+        given = self._named(args)
+        reason = get_guard_fail_reason(last.guard_manager, code, given, number, self._backend, skip_logging=True)
+        # As in "0/0: forward.__self__.count == 1   # self.count += 1 ...".
+        return re.sub(r"^0/0: |\bforward\.__self__\.|\s+#.*", "", reason.partition("\n")[0])
+
+    def _named(self, args: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._own.__code__.co_varnames, args, strict=False))
+
+    def _entries(self) -> list[Any]:
+        """Return Dynamo's entries for traces. Of one that looks at a class which is gone, an entry without code stays."""
+        return [entry for entry in _debug_get_cache_entry_list(self._own.__code__) if entry.code is not None]
 
     def _without_wrappers(self, code: CodeType) -> FunctionType:
         """Return a function of what Dynamo made, which calls the backend's result directly."""
@@ -141,19 +157,6 @@ def raised_by_tracing(error: BaseException) -> bool:
     is_outside = itertools.dropwhile(lambda file: file != eval_frame.__file__, files)
     inside = itertools.dropwhile(lambda file: file == eval_frame.__file__, is_outside)
     return next(inside, "") == convert_frame.__file__
-
-
-def what_differs() -> str:
-    """Return the first condition of a trace that the last call did not meet, of those that fitted no trace."""
-    # As in "0/1: forward.__self__.count == 1   # self.count += 1 ...".
-    return re.sub(r"^\d+/\d+: |\bforward\.__self__\.|\s+#.*", "", _failure[0].partition("\n")[0])
-
-
-def _note_failure(failure: Any) -> None:
-    _failure[0] = failure.reason
-
-
-_failure = [""]
 
 
 def first_line(error: BaseException) -> str:

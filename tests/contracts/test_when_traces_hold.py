@@ -1,5 +1,6 @@
 """What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
 
+import gc
 import re
 import warnings
 from collections.abc import Callable
@@ -108,6 +109,25 @@ class Scaled(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.scaled(super().forward(input))
+
+
+def _sine(power: int) -> object:
+    class Sine:
+        def __call__(self, hidden: Tensor) -> Tensor:
+            return hidden.sin() ** power
+
+    return Sine()
+
+
+def test_an_object_of_a_class_that_is_gone() -> None:
+    """Dynamo's guards of the old trace then hold for any call."""
+    case = Case(
+        "object",
+        lambda self, x: self.function(self.first(x)),
+        prepare=lambda model: setattr(model.units[0], "function", _sine(2)),
+    )
+    _, why_not = changed(lambda model: (setattr(model.units[0], "function", _sine(3)), gc.collect()), case)
+    assert why_not == ""
 
 
 def test_another_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

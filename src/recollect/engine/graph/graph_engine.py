@@ -91,7 +91,7 @@ def graph_forwards(
 
 
 class _NotTracedError(Exception):
-    """Dynamo has run the unit's code instead of tracing it."""
+    """No trace fits a call, and none can be made for it."""
 
 
 class _Tracing(threading.local):
@@ -101,9 +101,7 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-def _unit(is_traced: Callable[[], bool], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not is_traced():
-        raise _NotTracedError
+def _unit(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
@@ -209,27 +207,24 @@ class GraphForward(PlacedForward):
 
     def _from_trace(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Run the unit as traced; trace it first if no trace fits; raise `_NotTracedError` if it cannot be."""
-        from recollect import _torch_dynamo as dynamo
-
         if any(names.get(name) is not method for names, name, method in self._methods):
             self._leave_to_tape("a method of one of its classes was replaced")
             raise _NotTracedError
         running.path, running.is_captured = self.path, is_capturing()
-        call = _is_traced, self.forward, args, kwargs
+        call = self.forward, args, kwargs
         traces = self._traces.get(kind[0]) if kind in self._has_traced else None
         run = None if traces is None else traces.run_of(*call)
         if run is None and running.is_captured:
             raise _NotTracedError
+        if run is not None:
+            with running_unit():
+                return run(*call)
         if traces is not None:
-            try:
-                with running_unit():
-                    return (run or traces.trace)(*call)
-            except dynamo.ERRORS as error:  # No trace fits, and `_backend` makes none here.
-                self._num_misses += 1
-                if self._num_misses > _MOST_MISSES:
-                    differs = f"{dynamo.what_differs()!r} did not hold in the last one"
-                    self._leave_to_tape(f"its calls differ, and each would have to be traced: {differs}")
-                    raise _NotTracedError from error
+            self._num_misses += 1
+            if self._num_misses > _MOST_MISSES:
+                differs = f"{traces.what_differs(*call)!r} did not hold in the last one"
+                self._leave_to_tape(f"its calls differ, and each would have to be traced: {differs}")
+                raise _NotTracedError
         elif kind[0] not in self._traces and (run := self._run_of_another(kind, call)):
             self._remember(kind)
             with running_unit():
@@ -256,7 +251,6 @@ class GraphForward(PlacedForward):
             raise _NotTracedError
         traces = self._traces.get(kind[0])  # Other threads may leave the unit to the tape.
         if traces is None:
-            torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
             traces = self._traces[kind[0]] = dynamo.TracedWhole(_unit, _backend)
             self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
         self._kind = kind
@@ -388,11 +382,5 @@ def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
 
 
 def _backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-    forward = _tracing.unit
-    if forward is None:
-        raise _NotTracedError
-    return forward.traced(graph, inputs).run
-
-
-def _is_traced() -> bool:
-    return _tracing.unit is not None
+    assert _tracing.unit is not None
+    return _tracing.unit.traced(graph, inputs).run
