@@ -14,6 +14,12 @@ MUTATIONS = (
         (("if self.is_foreign() or is_replaying():", "if self.is_foreign():"),),
     ),
     Mutation(
+        "replaced-forward-of-class",
+        "a planned layer goes on with the forward that its class had when the plan was applied",
+        "engine/placed_forward.py",
+        (("if of_class is not self._of_class and not self.had_own_forward:", "if False:"),),
+    ),
+    Mutation(
         "copies-hold-themselves",
         "deep copies of a model with a plan live until a garbage collection: a loop that makes them runs out of memory",
         "engine/placed_forward.py",
@@ -290,12 +296,6 @@ MUTATIONS = (
                 "                pass",
             ),
         ),
-    ),
-    Mutation(
-        "later-hooks-uncompiled",
-        "hooks that come after a unit was compiled do not run",
-        "_torch_compile.py",
-        ((", skip_nnmodule_hook_guards=False", ""),),
     ),
     Mutation(
         "batch-norm-by-its-traced-name",

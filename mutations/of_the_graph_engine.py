@@ -65,7 +65,7 @@ MUTATIONS = (
         "graph-hooks-unguarded",
         "a hook that is added inside a unit after it was traced is ignored",
         "_torch_dynamo.py",
-        (("skip_nnmodule_hook_guards=False", "skip_nnmodule_hook_guards=True"),),
+        (('"skip_nnmodule_hook_guards": False', '"skip_nnmodule_hook_guards": True'),),
     ),
     Mutation(
         "graph-traces-kept",
@@ -550,6 +550,18 @@ MUTATIONS = (
         "traces that look at a class that is gone are taken to fit any call",
         "_torch_dynamo.py",
         (("if entry.code is not None]", "]"),),
+    ),
+    Mutation(
+        "graph-missing-attributes",
+        "no guard looks whether an attribute is there whose absence a layer caught when it was traced",
+        "_torch_reads.py",
+        (("_guard_presence(owner, name, has=False)", "pass"),),
+    ),
+    Mutation(
+        "graph-missing-keys",
+        "no guard looks whether a key is there whose absence a layer caught when it was traced",
+        "_torch_reads.py",
+        (("if key not in self:", "if False:"),),
     ),
     Mutation(
         "graph-parts-in-lists",

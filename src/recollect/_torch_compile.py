@@ -32,9 +32,6 @@ __all__ = ["ERRORS", "CustomPartitionerFn", "get_hash_for_files"]
 # Fused code computes with more bits than a 16-bit value in memory has. Without this, results would depend on the plan.
 ROUNDED_AS_IN_MEMORY = {"emulate_precision_casts": True}
 
-# Kinds of calls of units with one plan that are compiled apart; PyTorch's own limit on those of all plans together.
-_MOST_COMPILATIONS = 256
-
 # Joint graphs carry these in `Node.meta`; nothing public tells the module and the op that a node was traced from.
 _OP, _AUTOGRAD, _SIDE, _POLICY = "original_aten", "seq_nr", "partitioner_tag", "recompute"
 
@@ -42,15 +39,12 @@ _OP, _AUTOGRAD, _SIDE, _POLICY = "original_aten", "seq_nr", "partitioner_tag", "
 class CompiledWhole(TracedWhole):
     """A function that Inductor compiles into one graph with some options, or whose call raises an error."""
 
+    most_traces = 256  # PyTorch's own limit on those of all plans together.
+
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         # As `torch.compile` makes it of options.
         backend = torch._TorchCompileInductorWrapper(None, {**ROUNDED_AS_IN_MEMORY, **options}, None)
         super().__init__(function, backend, dynamic=True)
-
-    # By default it ignores hooks that come later.
-    @dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS, skip_nnmodule_hook_guards=False)
-    def trace(self, *args: Any) -> Any:
-        return super().trace(*args)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from torch._guards import CompileId
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recollect._torch_reads import following_reads
+from recollect._torch_reads import following_reads, guarding_what_is_missing
 from recollect.garbage import without_collections
 
 # The errors of a function that could not be traced, or not into one graph, or too often.
@@ -57,8 +57,13 @@ _FAKES, _METRICS = map(logging.getLogger, ("torch._subclasses.fake_tensor", "tor
 # The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write.
 _HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", SimpleNamespace(vjp=None))
 
-# In one graph, for each way in which its guards can differ.
-_MOST_TRACES = 64
+# By default it looks neither at hooks that come later nor, before torch 2.13, at whether weights were frozen since.
+_GUARDS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "skip_guards_on_constant_func_defaults": False,
+}
 
 
 class TracedWhole:
@@ -67,6 +72,9 @@ class TracedWhole:
     Its code and its globals are copies: Dynamo keeps there what was traced for it, which is released with it.
     `dynamic`: whether sizes that differ between calls become variables in later traces.
     """
+
+    most_traces = 64
+    """For each way in which guards can differ."""
 
     def __init__(self, function: Any, backend: Backend, *, dynamic: bool = False) -> None:
         own_globals = {**function.__globals__}
@@ -86,8 +94,10 @@ class TracedWhole:
             raise TorchDynamoException("Dynamo is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)")
         if (stance := eval_frame._stance.stance) != "default":
             raise TorchDynamoException(f"torch.compiler.set_stance({stance!r}) keeps Dynamo from tracing it")
+        limits = {"recompile_limit": self.most_traces, "accumulated_recompile_limit": 2**20}
         try:
-            return self._trace(*args)
+            with _TURN, dynamo_config.patch({**limits, **_GUARDS}), guarding_what_is_missing():
+                return self._trace(*args)
         finally:
             # Else, in Dynamo's maps, what it made for a trace keeps our code, which has it, and backends stay for good.
             for entry in self._entries():
@@ -204,10 +214,7 @@ def _tracing_as_eager() -> Iterator[None]:
             # Dynamo refuses Functions that have their own.
             mock.patch.object(_HOOK, "vjp", None),
             dynamo_config.patch(
-                skip_nnmodule_hook_guards=False,
                 skip_no_tensor_aliasing_guards_on_parameters=False,
-                recompile_limit=_MOST_TRACES,
-                accumulated_recompile_limit=2**20,
                 run_gc_after_compile=False,
                 ignore_logging_functions=dynamo_config.ignore_logging_functions | {mark_static_address, *_said_once()},
             ),

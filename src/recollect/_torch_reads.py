@@ -3,14 +3,15 @@
 Numbers of the integers that it is given, by `tolist` and `item`: attention that goes by the lengths of sequences
 (`cu_seqlens`) reads these. Context variables, which Dynamo follows since torch 2.14, and whether a stream is captured: layers
 of `transformers` ask. The names of modules that classes of tensors are from, which torch 2.13 and 2.14 do not follow: DoRA in
-PEFT asks.
+PEFT asks. That attributes and keys are missing, where code catches the error, as in reads of the environment.
 
 Importing this imports Dynamo, which takes a second: files import it inside functions.
 """
 
 import operator
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, partialmethod
 from typing import Any
@@ -18,15 +19,19 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dynamo.exc import raise_observed_exception
-from torch._dynamo.guards import install_guard
+from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import ObservedAttributeError, raise_observed_exception
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
-from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.misc import GetAttrVariable, PythonModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
 # What may lie between integers that code is given and numbers that it reads: ops that write to none of them, and draw none.
@@ -39,6 +44,14 @@ _call_method_of_object = UserDefinedObjectVariable.call_method
 _call_method_of_attribute = GetAttrVariable.call_method
 _call_function = TorchInGraphFunctionVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
+_load_attribute = symbolic_convert.InstructionTranslatorBase._load_attr
+_has_attribute = PythonModuleVariable.call_obj_hasattr
+_look_up_key = ConstDictVariable.getitem_const_raise_exception_if_absent
+_is_stdlib = symbolic_convert.is_stdlib
+
+# The built-in `getattr`; before torch 2.13, any built-in function.
+_Getattr: Any = getattr(builtin, "GetAttrBuiltinVariable", builtin.BuiltinVariable)
+_call_getattr = _Getattr.call_function
 
 _QUESTIONS = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 
@@ -58,6 +71,19 @@ def following_reads(numbers: list[Any]) -> Iterator[None]:
             TorchInGraphFunctionVariable, "call_function", partialmethod(_call_or_answer, _call_function)
         ),
         mock.patch.object(SkipFunctionVariable, "call_function", partialmethod(_call_or_answer, _call_skipped)),
+    ):
+        yield
+
+
+@contextmanager
+def guarding_what_is_missing() -> Iterator[None]:
+    """Have Dynamo guard that attributes and keys are missing where code catches the error, and what functions of `os` read."""
+    with (
+        mock.patch.object(symbolic_convert.InstructionTranslatorBase, "_load_attr", _load_or_miss),
+        mock.patch.object(symbolic_convert, "is_stdlib", _has_no_state),
+        mock.patch.object(_Getattr, "call_function", _get_or_miss),
+        mock.patch.object(PythonModuleVariable, "call_obj_hasattr", _has_or_miss),
+        mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", _look_up_or_miss),
     ):
         yield
 
@@ -172,6 +198,62 @@ def _answer_to(question: Callable[[], bool]) -> bool | None:
 def _guard_answer(answer: bool | None, builder: Any, guard: Any) -> None:
     condition = f"answer_to({guard.name}) is {answer}"
     builder.add_python_lambda_leaf_guard_to_root([condition], [condition], {"answer_to": _answer_to})
+
+
+def _load_or_miss(self: Any, name: str) -> None:
+    """Put an attribute on the stack of traced code, as Dynamo would; where it is missing, have a guard look for it."""
+    owner = self.stack[-1]
+    with _guarding_absence(owner, name):
+        _load_attribute(self, name)
+    found, source = self.stack[-1], owner.source
+    # Before torch 2.13, constants of classes have no guard.
+    if source is not None and found.source is None and isinstance(owner.realize(), UserDefinedClassVariable):
+        if isinstance(found, ConstantVariable):
+            install_guard(AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def _get_or_miss(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    """Call `getattr` in traced code, as Dynamo would; where the attribute is missing, have a guard look for it."""
+    is_plain = self.as_python_constant() is getattr and len(args) == 2 and args[1].is_python_constant()
+    with _guarding_absence(args[0], args[1].as_python_constant()) if is_plain else nullcontext():
+        return _call_getattr(self, translator, args, kwargs)
+
+
+@contextmanager
+def _guarding_absence(owner: Any, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ObservedAttributeError:
+        _guard_presence(owner, name, has=False)
+        raise
+
+
+def _has_or_miss(self: Any, translator: Any, name: str) -> Any:
+    """Ask whether a Python module has an attribute, as Dynamo would; have a guard ask again in each call."""
+    _guard_presence(self, name, has=hasattr(self.value, name))
+    return _has_attribute(self, translator, name)
+
+
+def _guard_presence(owner: Any, name: str, *, has: bool) -> None:
+    if owner.source is not None:
+        install_guard(owner.source.make_guard(partial(_guard_attribute, name, has)))
+
+
+def _guard_attribute(name: str, has: bool, builder: Any, guard: Any) -> None:
+    condition = f"{'' if has else 'not '}hasattr({guard.name}, {name!r})"
+    builder.add_python_lambda_leaf_guard_to_root([condition], [condition])
+
+
+def _look_up_or_miss(self: Any, translator: Any, key: Any) -> Any:
+    """Look a key up in traced code, as Dynamo would; where it is missing, have a guard look for it."""
+    if key not in self:
+        self.install_dict_contains_guard(translator, [key])
+    return _look_up_key(self, translator, key)
+
+
+def _has_no_state(module: Any) -> bool:
+    """Whether Dynamo leaves out guards of what functions of a module read there: not of `os`, which has the environment."""
+    return module is not os and _is_stdlib(module)
 
 
 def _guard(content: Any, builder: Any, guard: Any) -> None:

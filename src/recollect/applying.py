@@ -20,7 +20,8 @@ from recollect.costs.host_copies import warn_if_link_is_slower
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
 from recollect.engine.compiled.compiled_engine import named_as_inside
 from recollect.engine.eager_forward import EagerForward, eager_forwards
-from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicroBatch, unit_module
+from recollect.engine.placed_forward import Applied, PlacedForward, unit_module
+from recollect.engine.plan_per_micro_batch import PlanPerMicroBatch
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape

@@ -1,6 +1,8 @@
 """What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
 
 import gc
+import math
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -174,6 +176,57 @@ def test_a_part_that_is_replaced_before_it_runs() -> None:
         assert num_tape_calls(handle) == len(model.paths)
 
 
+def _caught(look_up: Callable[[Any], Any]) -> Any:
+    """A unit that catches the error where an attribute, or a key, is missing."""
+
+    def function(self: Any, x: Tensor) -> Tensor:
+        try:
+            return self.first(x).sin() * look_up(self)
+        except (AttributeError, KeyError):
+            return self.first(x).cos()
+
+    return function
+
+
+class Settings:
+    scale = 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (_caught(lambda self: self.factor), lambda model: setattr(model.units[0], "factor", 2.0)),
+        (_caught(lambda self: self.first.factor), lambda model: setattr(model.units[0].first, "factor", 2.0)),
+        (_caught(lambda self: self.extra["factor"]), lambda model: model.units[0].extra.update(factor=2.0)),
+        (_caught(lambda self: float(os.environ["RECOLLECT_FACTOR"])), lambda model: None),
+        (lambda self, x: self.first(x) * float(os.getenv("RECOLLECT_FACTOR", "1")), lambda model: None),
+        (lambda self, x: self.first(x) * hasattr(math, "factor"), lambda model: None),
+        (lambda self, x: self.first(x) * Settings.scale, lambda model: None),
+    ],
+    ids=["attribute", "getattr", "key", "environment", "getenv", "of a Python module", "of a class"],
+)
+def test_what_is_missing_and_comes(function: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def comes(model: Model) -> None:
+        monkeypatch.setenv("RECOLLECT_FACTOR", "2")
+        monkeypatch.setattr(math, "factor", 2.0, raising=False)
+        monkeypatch.setattr(Settings, "scale", 2.0)
+        change(model)
+
+    _, why_not = changed(comes, Case("missing", function, prepare=lambda model: setattr(model.units[0], "extra", {})))
+    assert why_not == ""
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_that_are_frozen_and_thawed(is_frozen: bool) -> None:
+    case = Case(
+        "asks what trains",
+        lambda self, x: self.first(x).sin() if self.first.weight.requires_grad else self.first(x).cos(),
+        prepare=lambda model: model.units[0].first.requires_grad_(not is_frozen),
+    )
+    _, why_not = changed(lambda model: model.units[0].first.requires_grad_(is_frozen), case)
+    assert why_not == ""
+
+
 def test_a_different_kernel_of_attention(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: torch.backends.cuda.enable_flash_sdp(True))
     handle, why_not = changed(lambda _: torch.backends.cuda.enable_flash_sdp(False), UNITS["cross attention"])
@@ -276,10 +329,19 @@ def _with_asking_hook() -> nn.Linear:
     return part
 
 
+class AsksForAll(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (2 if "factor" in self.__dict__ else 1)
+
+
 @pytest.mark.parametrize(
     ("inner", "what"),
-    [(lambda: AsksForLeaves(WIDTH, WIDTH), "code of AsksForLeaves"), (_with_asking_hook, "a hook on Linear")],
-    ids=["code", "hook"],
+    [
+        (lambda: AsksForLeaves(WIDTH, WIDTH), "code of AsksForLeaves uses is_leaf"),
+        (_with_asking_hook, "a hook on Linear uses is_leaf"),
+        (lambda: AsksForAll(WIDTH, WIDTH), "code of AsksForAll uses __dict__"),
+    ],
+    ids=["code", "hook", "names"],
 )
 def test_code_that_asks_what_no_guard_sees(inner: Callable[[], nn.Module], what: str) -> None:
     case = Case(
@@ -292,7 +354,7 @@ def test_code_that_asks_what_no_guard_sees(inner: Callable[[], nn.Module], what:
     def counted(run: Run) -> None:
         run.model.units[0].count = 1
 
-    why_not = f"{what} uses is_leaf, which a trace would take for constant"
+    why_not = f"{what}, which a trace would take for constant"
     stays(case, why_not, plain, plain, plain, counted, plain, plain)
 
 

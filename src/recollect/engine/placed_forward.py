@@ -1,16 +1,14 @@
-"""Replaces the `forward` of module instances while a plan is applied, and restores it afterwards.
-
-The micro-batches of a pipeline's stage may have separate plans: one after the other, in the order of forwards.
-"""
+"""Replaces the `forward` of module instances while a plan is applied, and restores it afterwards."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeVar
@@ -21,7 +19,7 @@ from torch import nn
 from recollect._torch_private import compiled_function, transforms_are_active, uncompiled, without_compiler
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
-from recollect.errors import ArgumentError, ConfigError, UnknownNameError
+from recollect.errors import ArgumentError, UnknownNameError
 from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.plan import Plan
 from recollect.weak_map import WeakMap
@@ -105,9 +103,23 @@ class PlacedForward:
         self.is_on = False
         self.is_placed = False
         self.has_looked = False
-        self.forward: Callable[..., Any] = module.forward
+        self._read_forward()
         # Do not copy attributes: a different placed forward's would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
+
+    def _read_forward(self) -> None:
+        self.had_own_forward = "forward" in vars(self.module)
+        self._forward: Callable[..., Any] = self.module.forward
+        self._of_class = type(self.module).forward
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What this stands in for: the module's own forward, or that of its class, which may be replaced at any time."""
+        of_class = type(self.module).forward
+        if of_class is not self._of_class and not self.had_own_forward:
+            static = inspect.getattr_static(type(self.module), "forward")
+            self._of_class, self._forward = of_class, static.__get__(self.module)
+        return self._forward
 
     def host_use(self) -> HostUse | None:
         """The cost of offloaded values so far; None if there are none here."""
@@ -160,8 +172,7 @@ class PlacedForward:
         self.placed[self] = True
         if not self.is_placed:
             # Read it now: a new forward may have been placed since this object was made.
-            self.forward = self.module.forward
-            self.had_own_forward = "forward" in vars(self.module)
+            self._read_forward()
             vars(self.module)["forward"] = self
             self.is_placed = True
 
@@ -323,51 +334,6 @@ class Applied(Handle):
 def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
     for forward in applied._forwards:
         forward.time_reruns(watch)
-
-
-class PlanPerMicroBatch(PlacedForward):
-    """Switches on, for each forward of a module, the forwards that one plan placed on the modules in it.
-
-    Nothing changes while training runs: the forwards of all plans stay in place, one around the other, and those that are
-    off pass calls through. Backward needs no switching, since each graph has the recipes of the plan under which it was made.
-    """
-
-    def __init__(self, module: nn.Module, forwards: Sequence[Sequence[PlacedForward]]) -> None:
-        super().__init__(module)
-        self._next = 0
-        self._forwards = forwards
-
-    def put(self) -> None:
-        """Place this on the module, and switch off the plans until it is their turn."""
-        super().put()
-        for own in self._forwards:
-            _switch(own, is_on=False)
-
-    def begin(self, micro_batch: int) -> None:
-        if not 0 <= micro_batch < len(self._forwards):
-            raise ConfigError(
-                settings={"micro_batch": micro_batch},
-                reason=f"there are {len(self._forwards)} plans, one for each micro-batch of a step",
-                advice="Apply as many plans as a step has micro-batches.",
-            )
-        self._next = micro_batch
-
-    @placed_call
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
-        own = self._forwards[self._next]
-        self._next = (self._next + 1) % len(self._forwards)
-        _switch(own, is_on=True)
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            _switch(own, is_on=False)
-
-
-def _switch(forwards: Sequence[PlacedForward], *, is_on: bool) -> None:
-    for forward in forwards:
-        forward.is_on = is_on
 
 
 def unit_module(model: nn.Module, path: str) -> nn.Module:

@@ -1,5 +1,6 @@
-"""A plan under `torch.func`, forward-mode differentiation and `torch.compile` of the whole model."""
+"""A plan under `torch.func`, forward-mode differentiation, `torch.compile` of the model, and classes that are changed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,38 @@ def test_hooks_for_saved_tensors_around_layers() -> None:
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
     assert len(told) == 1
+
+
+class Doubled(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated")
+@pytest.mark.parametrize(
+    ("engine", "change"),
+    [
+        ("tape", lambda _, patch: patch.setattr(Computes, "forward", Doubled.forward)),
+        ("compile", lambda _, patch: patch.setattr(Computes, "forward", Doubled.forward)),
+        ("tape", lambda _, patch: patch.setattr(Computes, "forward", staticmethod(torch.sin))),
+        ("tape", lambda model, _: setattr(model.units[1], "__class__", Doubled)),
+    ],
+    ids=["method", "compiled method", "static method", "class"],
+)
+def test_forwards_of_classes_that_are_replaced(engine: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of kernels replace methods of models' classes."""
+    model, plainly = built(), built()
+    for one in (model, plainly):  # It is not what is replaced.
+        one.forward = functools.partial(type(one).forward, one)
+    plan = Plan({path: UnitPlan({} if engine == "compile" else ACTIONS, engine=engine) for path in PLAN.units})
+    with recollect.apply(model, plan), monkeypatch.context() as patch:
+        model(ROWS.clone()).backward()
+        model.zero_grad()
+        for one in (plainly, model):
+            change(one, patch)
+            one(ROWS.clone()).backward()
+    expected = {name: one.grad for name, one in plainly.named_parameters() if one.grad is not None}
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert_same_gradients(expected, found)

@@ -122,18 +122,12 @@ class CompiledForward(PlacedForward):
         self.path = path
         self.actions = actions
         self._compiled: Callable[..., Any] | None = None
+        self._compiled_from: Callable[..., Any] | None = None
         self._compiler: Any = None
         # The storages of parameters that FSDP2 gathers.
         self._gathered: set[int] = set()
         # Of the arguments in the first call; None once a warning said that others differ.
         self._shapes: tuple[torch.Size, ...] | None = ()
-
-    def put(self) -> None:
-        """Place this on the module; code compiled from an earlier forward is not for a new one."""
-        before = self.forward
-        super().put()
-        if self.forward != before:
-            self._compiled = None
 
     @placed_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +135,9 @@ class CompiledForward(PlacedForward):
         leave_graph()
         if not self.recomputes():
             return self.forward(*args, **kwargs)
-        compiled = self._compiled or self._begin(args, kwargs)
+        # Code compiled from an earlier forward is not for a new one.
+        is_ready = self._compiled_from == user_forward(self.forward)
+        compiled = self._compiled if is_ready and self._compiled is not None else self._begin(args, kwargs)
         if self._compiler.has_new_settings():
             self._check_settings()
         try:
@@ -167,9 +163,8 @@ class CompiledForward(PlacedForward):
         sharded = fully_sharded_parameters(self.applied.model)
         own = [parameter for parameter in self.module.parameters() if id(parameter) in sharded]
         self._gathered = {parameter.untyped_storage()._cdata for parameter in own}
-        self._compiled = compile_forward(
-            user_forward(self.forward), self.actions or None, on_compile=self._look_at_shapes
-        )
+        self._compiled_from = user_forward(self.forward)
+        self._compiled = compile_forward(self._compiled_from, self.actions or None, on_compile=self._look_at_shapes)
         return self._compiled
 
     def _check_settings(self) -> None:

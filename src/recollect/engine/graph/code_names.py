@@ -14,7 +14,7 @@ from recollect.engine.function_run import is_plain_value
 from recollect.programs.cut import UntraceableError
 
 # Treated by a trace as constant, without a guard.
-_UNGUARDED: Final = frozenset({"is_leaf", "_base", "output_nr", "retains_grad"})
+_UNGUARDED: Final = frozenset({"is_leaf", "_base", "output_nr", "retains_grad", "__dict__", "vars"})
 
 # Packages whose modules and classes have no data that models would change.
 _WITHOUT_STATE: Final = sys.stdlib_module_names | {"numpy", "torch", "triton"}
