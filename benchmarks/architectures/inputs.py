@@ -34,7 +34,8 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
         # What is classified is the last token that is not padding, or the end of the sequence.
         text = config.get_text_config()
         text.pad_token_id = 0 if text.pad_token_id is None else text.pad_token_id
-        words[:, -1] = getattr(text, "eos_token_id", None) or _FIRST_WORD
+        end = getattr(text, "eos_token_id", None)
+        words[:, -1] = end if isinstance(end, int) and end else _FIRST_WORD
     batch: dict[str, Any] = {}
     labels: torch.Tensor | None = words.clone()
     # A text model that can take sound or images as well trains on text alone.
