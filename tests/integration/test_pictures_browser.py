@@ -193,7 +193,7 @@ def test_page_says_what_to_do_next(browser: Any, page: Path, frontier: Frontier)
     assert f"--size tiny --memory-budget {amount} --out plan.json" in browser.find_element("id", "command").text
     button = browser.find_element("css selector", "[data-copies=code]")
     button.click()
-    assert button.text in ("Copied", "Selected")
+    WebDriverWait(browser, 60).until(lambda _: button.text in ("Copied", "Selected"))
     assert browser.current_url.endswith("#plan-3")
     browser.refresh()
     WebDriverWait(browser, 60).until(lambda b: b.execute_script("return document.body.dataset.ready") == "yes")
