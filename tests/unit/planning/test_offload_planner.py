@@ -146,6 +146,10 @@ def test_plans_by_the_limiting_clock_where_a_device_runs_behind_its_host(op_s: f
     assert plan.predicted_slowdown == predicted_plan(profile, plan).predicted_slowdown
     assert plan.predicted_slowdown < (recollect.plan(profile, budget).predicted_slowdown or 0.0)
     assert plan.bound_slowdown is None and planner.bound_slowdown(1) is None
+
+
+def test_no_bound_is_known_for_both_clocks() -> None:
+    profile = linked(on_host(stack(2), HostTimes(0.5, 0.5, unit_s=0.1, again_op_s=0.5)), 1e4)
     assert recollect.frontier(profile, MANY_BYTES).bound == ()
 
 
