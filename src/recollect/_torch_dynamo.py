@@ -57,7 +57,7 @@ _FAKES, _METRICS = map(logging.getLogger, ("torch._subclasses.fake_tensor", "tor
 # The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write.
 _HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", SimpleNamespace(vjp=None))
 
-# By default it looks neither at hooks that come later nor, before torch 2.13, at whether weights were frozen since.
+# By default it looks neither at hooks that come later nor, in torch 2.11, at whether weights were frozen since.
 _GUARDS = {
     "skip_nnmodule_hook_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,

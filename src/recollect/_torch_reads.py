@@ -49,7 +49,7 @@ _has_attribute = PythonModuleVariable.call_obj_hasattr
 _look_up_key = ConstDictVariable.getitem_const_raise_exception_if_absent
 _is_stdlib = symbolic_convert.is_stdlib
 
-# The built-in `getattr`; before torch 2.13, any built-in function.
+# The built-in `getattr`; in torch 2.11, any built-in function.
 _Getattr: Any = getattr(builtin, "GetAttrBuiltinVariable", builtin.BuiltinVariable)
 _call_getattr = _Getattr.call_function
 
@@ -206,7 +206,7 @@ def _load_or_miss(self: Any, name: str) -> None:
     with _guarding_absence(owner, name):
         _load_attribute(self, name)
     found, source = self.stack[-1], owner.source
-    # Before torch 2.13, constants of classes have no guard.
+    # In torch 2.11, constants of classes have no guard.
     if source is not None and found.source is None and isinstance(owner.realize(), UserDefinedClassVariable):
         if isinstance(found, ConstantVariable):
             install_guard(AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
@@ -257,6 +257,5 @@ def _has_no_state(module: Any) -> bool:
 
 
 def _guard(content: Any, builder: Any, guard: Any) -> None:
-    """Compare at the root of the guards: those of a module's attributes are skipped while its dicts have not changed."""
     condition = f"{guard.name}.tolist() == {content}"
     builder.add_python_lambda_leaf_guard_to_root([condition], [condition])

@@ -136,12 +136,12 @@ class CompiledForward(PlacedForward):
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         # Code compiled from an earlier forward is not for a new one.
-        is_ready = self._compiled_from == user_forward(self.forward)
-        compiled = self._compiled if is_ready and self._compiled is not None else self._begin(args, kwargs)
+        if self._compiled is None or self._compiled_from != user_forward(self.forward):
+            self._compiled = self._begin(args, kwargs)
         if self._compiler.has_new_settings():
             self._check_settings()
         try:
-            output = compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
         except self._compiler.ERRORS as error:
             raise _not_compiled(self.path, error) from error
         given = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}  # It may return some of these.
@@ -164,8 +164,7 @@ class CompiledForward(PlacedForward):
         own = [parameter for parameter in self.module.parameters() if id(parameter) in sharded]
         self._gathered = {parameter.untyped_storage()._cdata for parameter in own}
         self._compiled_from = user_forward(self.forward)
-        self._compiled = compile_forward(self._compiled_from, self.actions or None, on_compile=self._look_at_shapes)
-        return self._compiled
+        return compile_forward(self._compiled_from, self.actions or None, on_compile=self._look_at_shapes)
 
     def _check_settings(self) -> None:
         for setting, value, reason in self._compiler.settings_in_the_way():
