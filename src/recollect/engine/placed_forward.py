@@ -118,7 +118,8 @@ class PlacedForward:
         of_class = type(self.module).forward
         if of_class is not self._of_class and not self.had_own_forward:
             static = inspect.getattr_static(type(self.module), "forward")
-            self._of_class, self._forward = of_class, static.__get__(self.module)
+            is_bound = hasattr(type(static), "__get__")  # Built-in functions are not.
+            self._of_class, self._forward = of_class, static.__get__(self.module) if is_bound else static
         return self._forward
 
     def host_use(self) -> HostUse | None:

@@ -144,9 +144,10 @@ class Doubled(nn.Module):
         ("tape", lambda _, patch: patch.setattr(Computes, "forward", Doubled.forward)),
         ("compile", lambda _, patch: patch.setattr(Computes, "forward", Doubled.forward)),
         ("tape", lambda _, patch: patch.setattr(Computes, "forward", staticmethod(torch.sin))),
+        ("tape", lambda _, patch: patch.setattr(Computes, "forward", torch.sin)),
         ("tape", lambda model, _: setattr(model.units[1], "__class__", Doubled)),
     ],
-    ids=["method", "compiled method", "static method", "class"],
+    ids=["method", "compiled method", "static method", "built-in function", "class"],
 )
 def test_forwards_of_classes_that_are_replaced(engine: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries of kernels replace methods of models' classes."""
