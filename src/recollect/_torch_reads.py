@@ -241,7 +241,9 @@ def _guard_presence(owner: Any, name: str, *, has: bool) -> None:
 
 def _guard_attribute(name: str, has: bool, builder: Any, guard: Any) -> None:
     condition = f"{'' if has else 'not '}hasattr({guard.name}, {name!r})"
-    builder.add_python_lambda_leaf_guard_to_root([condition], [condition])
+    if condition not in builder.already_added_code_parts:
+        builder.already_added_code_parts.add(condition)
+        builder.add_python_lambda_leaf_guard_to_root([condition], [condition])
 
 
 def _look_up_or_miss(self: Any, translator: Any, key: Any) -> Any:

@@ -190,13 +190,17 @@ def _caught(look_up: Callable[[Any], Any]) -> Any:
 
 class Settings:
     scale = 1.0
+    name = "factor"
 
 
 @pytest.mark.parametrize(
     ("function", "change"),
     [
         (_caught(lambda self: self.factor), lambda model: setattr(model.units[0], "factor", 2.0)),
-        (_caught(lambda self: self.first.factor), lambda model: setattr(model.units[0].first, "factor", 2.0)),
+        (
+            _caught(lambda self: getattr(self.first, Settings.name)),
+            lambda model: setattr(model.units[0].first, "factor", 2.0),
+        ),
         (_caught(lambda self: self.extra["factor"]), lambda model: model.units[0].extra.update(factor=2.0)),
         (_caught(lambda self: float(os.environ["RECOLLECT_FACTOR"])), lambda model: None),
         (lambda self, x: self.first(x) * float(os.getenv("RECOLLECT_FACTOR", "1")), lambda model: None),
