@@ -76,10 +76,14 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def attached() -> Iterator[Attachment]:
     torch.manual_seed(0)
+    # On one thread, times are that thread's processor time: other processes do not change which plan is made again.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model, lines = Computes(residual, layers=nn.ModuleList(layer() for _ in range(6))), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with recollect.attach(model, optimizer, "70%", log=lines.append) as found:
         yield model, found, optimizer, lines
+    torch.set_num_threads(num_threads)
     Switch.is_slow, Switch.num_products = False, 100
 
 
