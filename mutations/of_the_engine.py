@@ -17,7 +17,7 @@ MUTATIONS = (
         "replaced-forward-of-class",
         "a planned layer goes on with the forward that its class had when the plan was applied",
         "engine/placed_forward.py",
-        (("if of_class is not self._of_class and not self.had_own_forward:", "if False:"),),
+        (("if self._follows_class and (of_class", "if False and (of_class"),),
     ),
     Mutation(
         "copies-hold-themselves",

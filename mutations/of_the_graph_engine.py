@@ -609,4 +609,16 @@ MUTATIONS = (
         "engine/graph/real_layouts.py",
         (("is_known = not is_mixed and all(", "is_known = all("),),
     ),
+    Mutation(
+        "scripted-functions-traced",
+        "in traces, gradients of what torch.jit.script made are those of the function that was scripted",
+        "_torch_dynamo.py",
+        (("if isinstance(self.wrapper_obj, torch.jit.ScriptFunction):", "if False:"),),
+    ),
+    Mutation(
+        "hooks-that-are-objects",
+        "layers whose hooks are objects, such as those of pruned weights, are left to the tape",
+        "_torch_dynamo.py",
+        ((' or getattr(type(function).__call__, "__code__", None)', ""),),
+    ),
 )

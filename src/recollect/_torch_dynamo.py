@@ -4,6 +4,7 @@ Importing this imports Dynamo, which takes a second: files import it inside func
 """
 
 import ast
+import functools
 import gc
 import inspect
 import itertools
@@ -26,13 +27,15 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address, variables
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.guards import get_guard_fail_reason
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._guards import CompileId
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recollect._torch_private import tree_leaves
 from recollect._torch_reads import following_reads, guarding_what_is_missing
 from recollect.garbage import without_collections
 
@@ -56,6 +59,8 @@ _FAKES, _METRICS = map(logging.getLogger, ("torch._subclasses.fake_tensor", "tor
 
 # The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write.
 _HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", SimpleNamespace(vjp=None))
+
+_call_wrapped = WrapperUserFunctionVariable.call_function
 
 # By default it looks neither at hooks that come later nor, in torch 2.11, at whether weights were frozen since.
 _GUARDS = {
@@ -213,6 +218,7 @@ def _tracing_as_eager() -> Iterator[None]:
             mock.patch.object(_METRICS, "disabled", True),
             # Dynamo refuses Functions that have their own.
             mock.patch.object(_HOOK, "vjp", None),
+            mock.patch.object(WrapperUserFunctionVariable, "call_function", _call_unscripted),
             dynamo_config.patch(
                 skip_no_tensor_aliasing_guards_on_parameters=False,
                 run_gc_after_compile=False,
@@ -226,6 +232,19 @@ def _tracing_as_eager() -> Iterator[None]:
         answers.update(before)
         # By the functions that it traced, Dynamo keeps the defaults of their arguments, which may hold the functions.
         getattr(variables.functions, "_spec_cache", {}).clear()
+
+
+def _call_unscripted(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function inside a wrapper in traced code; refuse a scripted one with gradients, which TorchScript differentiates.
+
+    Dynamo traces the function that was scripted, whose gradients have other bits.
+    """
+    result = _call_wrapped(self, translator, args, kwargs)
+    if isinstance(self.wrapper_obj, torch.jit.ScriptFunction):
+        made = tree_leaves(result.as_proxy())
+        if any(isinstance(one, fx.Proxy) and one.node.meta["example_value"].requires_grad for one in made):
+            raise Unsupported("torch.jit.script has a backward of its own")
+    return result
 
 
 def _said_once() -> Iterator[Any]:
@@ -317,7 +336,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 def _is_in(function: Callable[..., Any], node: fx.Node) -> bool:
     """Whether a function was running when a node was traced."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    # Hooks may be objects, as those of `torch.nn.utils.weight_norm`.
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None or not node.stack_trace:
         return False
     lines = {str(line) for *_, line in code.co_lines()}

@@ -136,9 +136,10 @@ def as_not_sharded(module: nn.Module, whole: Mapping[str, nn.Parameter]) -> Iter
     own_class = type(module)
     sharded: list[tuple[nn.Module, str, Any]] = []
     stand_ins: dict[int, nn.Parameter] = {}
+    modules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in whole.items():
         path, _, attribute = name.rpartition(".")
-        holder = module.get_submodule(path)
+        holder = modules[path]
         part = getattr(holder, attribute)
         if part is not parameter and is_traceable_wrapper_subclass(part):
             sharded.append((holder, attribute, part))

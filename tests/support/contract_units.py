@@ -10,6 +10,7 @@ import contextvars
 import functools
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from library_ops import SCALE, double_, drop, half_square, scaled_sine, sines
@@ -1387,6 +1389,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
+    "torch.jit.script has a backward of its own": ("scripted function",),
 }
 WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}
 # Of these, what newer versions of PyTorch trace, to the same bits.
@@ -1522,3 +1525,25 @@ def _one_pixel_channels_last(self: Any, x: Tensor) -> Tensor:
 
 
 units({"one pixel, channels last": _one_pixel_channels_last})
+
+
+def _scripted(x: Tensor, bias: Tensor) -> Tensor:
+    shifted = x + bias
+    return shifted * 0.5 * (1.0 + torch.tanh(0.79788456 * shifted * (1 + 0.044715 * shifted * shifted)))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    SCRIPTED: Any = torch.jit.script(_scripted)
+for _ in range(3):  # From the second time on, TorchScript differentiates it by itself.
+    SCRIPTED(torch.ones(ROWS, WIDTH, requires_grad=True), torch.ones(WIDTH, requires_grad=True)).sum().backward()
+units(
+    {
+        "scripted function": lambda self, x: self.second(SCRIPTED(x @ self.weight, self.first.bias)),
+        "scripted function without gradients": lambda self, x: self.second(SCRIPTED(x.detach(), self.seen) * x),
+    }
+)
+units(
+    {"weight pruned": _hidden_layer},
+    prepare=lambda model: prune.l1_unstructured(model.units[0].second, "weight", 0.5),
+)

@@ -23,6 +23,7 @@ from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
+from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import held_now, tensor_bytes
 from recollect.measuring.meter import storage_bytes
 from recollect.profile.events import BACKWARD, PHASE, RETURN
@@ -260,6 +261,7 @@ class CallWatch:
         if not may_count or seems_held <= more_bytes:
             return 0
         begin_s = time.perf_counter()
+        forget_last_step()  # As the first unit would: of what the loop still holds, the tape has copies that it made again.
         now = tensor_bytes(self._device, enough_bytes=planned.held_before + more_bytes)
         self._begin = held_now(self._device) or 0
         self._other_bytes = self._begin - now

@@ -19,8 +19,9 @@ from torch import nn
 from recollect._torch_private import compiled_function, transforms_are_active, uncompiled, without_compiler
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
-from recollect.errors import ArgumentError, UnknownNameError
+from recollect.errors import ArgumentError, UnknownNameError, UnsupportedModelError
 from recollect.measuring.stopwatch import Stopwatch
+from recollect.plans.paths import paths_above
 from recollect.plans.plan import Plan
 from recollect.weak_map import WeakMap
 
@@ -110,13 +111,14 @@ class PlacedForward:
     def _read_forward(self) -> None:
         self.had_own_forward = "forward" in vars(self.module)
         self._forward: Callable[..., Any] = self.module.forward
-        self._of_class = type(self.module).forward
+        # What a scripted module's class has as its forward cannot be read, nor replaced.
+        self._follows_class = not self.had_own_forward and not isinstance(self.module, torch.jit.ScriptModule)
+        self._of_class = type(self.module).forward if self._follows_class else None
 
     @property
     def forward(self) -> Callable[..., Any]:
         """What this stands in for: the module's own forward, or that of its class, which may be replaced at any time."""
-        of_class = type(self.module).forward
-        if of_class is not self._of_class and not self.had_own_forward:
+        if self._follows_class and (of_class := type(self.module).forward) is not self._of_class:
             static = inspect.getattr_static(type(self.module), "forward")
             is_bound = hasattr(type(static), "__get__")  # Built-in functions are not.
             self._of_class, self._forward = of_class, static.__get__(self.module) if is_bound else static
@@ -343,6 +345,14 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
         named = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), "")
         reason = named and f"It has {named!r}: torch.compile(module) wraps it, while module.compile() keeps names."
         raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules), reason=reason)
+    for outer in ("", *paths_above(path)):
+        if isinstance(modules[outer], torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"cannot plan {f'{path!r} of ' if path else ''}{type(model).__name__}: {f'{outer!r} in it' if outer else 'it'} "
+                "was scripted or traced by torch.jit, and runs the modules that it contains without Python. "
+                + (f"Name {outer!r}, or script" if outer else "Script")
+                + " the layers one by one, not what contains them."
+            )
     return modules[path]
 
 

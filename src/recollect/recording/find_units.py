@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from recollect._torch_private import without_wrapper
 from recollect._torch_replicate import own_class
 from recollect.arguments import listed
+from recollect.engine.placed_forward import unit_module
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
 
@@ -30,7 +32,7 @@ class Unit:
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward: lists of modules only hold them, but classes that derive from them may have one."""
-    return type(module).forward is not nn.Module.forward or not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
 
 
 def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Unit]:
@@ -41,6 +43,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
     """
+    unit_module(model, "")  # It raises an error if the model was scripted.
     layers = _named_layers(model, paths) if paths is not None else _outermost(model, _find_layers(model))
     if not layers:
         raise UnsupportedModelError(
@@ -83,8 +86,7 @@ def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
     chosen = set(listed(paths) or [])
     inside = {path: _inside([known[path]]) for path in chosen & known.keys()}
     for path in chosen:
-        if path not in known:
-            raise UnknownNameError(kind="unit", name=path, known=known, where=type(model).__name__)
+        unit_module(model, path)  # It raises an error if there is none.
         outer = [other for other, parts in inside.items() if id(known[path]) in parts]
         if outer:
             raise UnknownNameError(
@@ -113,7 +115,7 @@ def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) 
     if layer_ids.isdisjoint(map(id, module.modules())):
         return [Unit(path, module, is_layer=False)] if is_called(module) else []
     units: list[Unit] = []
-    for name, child in module.named_children():
+    for name, child in _children(module):
         units += _cover(child, f"{path}.{name}".lstrip("."), layers, layer_ids)
     return units
 
@@ -151,7 +153,7 @@ def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
     classes = {own_class(model.get_submodule(path)) for path in found}
     lone: set[str] = set()
     for path, container in model.named_modules():
-        children = list(container.named_children())
+        children = _children(container)
         if not isinstance(container, _CONTAINERS) or len(children) != 1:
             continue
         name, child = children[0]
@@ -171,7 +173,7 @@ def _outermost_repeated(
 
     `containers_too`: also containers among them; members of lists then count as children of the lists' owner.
     """
-    children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
+    children = [(f"{prefix}{name}", child) for name, child in _children(parent)]
     repeated: set[str] = set()
     if isinstance(parent, parents):
         plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
@@ -190,7 +192,7 @@ def _repeated_leaves(model: nn.Module) -> set[str]:
         if isinstance(module, _CONTAINERS):
             leaves = [
                 (f"{path}.{name}" if path else name, child)
-                for name, child in module.named_children()
+                for name, child in _children(module)
                 if not _has_children(child)
                 and (isinstance(child, nn.RNNBase) or not type(child).__module__.startswith("torch."))
             ]
@@ -235,7 +237,7 @@ def _weigher(model: nn.Module) -> Callable[[nn.Module], int]:
 def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """Return the children, with lists of modules replaced by their own children."""
     found: list[tuple[str, nn.Module]] = []
-    for name, child in parent.named_children():
+    for name, child in _children(parent):
         path = f"{prefix}{name}"
         found += [(path, child)] if is_called(child) else _called(child, f"{path}.")
     return found
@@ -243,3 +245,8 @@ def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children())
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children by name; none of a scripted module, which runs them without Python."""
+    return [] if isinstance(module, torch.jit.ScriptModule) else list(module.named_children())

@@ -843,9 +843,29 @@ class Observed(nn.Module):
         return made
 
 
+class Watched(Blocks):
+    """Compares what hooks collect in its layers, and holds it until the next step."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.seen: dict[int, Tensor] = {}
+        for index, block in enumerate(self.blocks):
+            block[0].register_forward_hook(lambda _, __, output, index=index: self.seen.__setitem__(index, output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(8, -1, 32)) + sum(one.abs().mean() for one in self.seen.values())
+
+
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [(Force, "100%"), (ForceOnCharges, "100%"), (Heads, "100%"), (Observed, "95%"), (Descending, "100%")],
+    [
+        (Force, "100%"),
+        (ForceOnCharges, "100%"),
+        (Heads, "100%"),
+        (Observed, "95%"),
+        (Descending, "100%"),
+        (Watched, "80%"),
+    ],
 )
 def test_what_every_step_does_is_no_departure(kind: type[nn.Module], budget: str) -> None:
     model = kind() if issubclass(kind, Blocks) else Blocks()

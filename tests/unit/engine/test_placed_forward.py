@@ -164,3 +164,25 @@ def test_forwards_of_classes_that_are_replaced(engine: Any, change: Any, monkeyp
     expected = {name: one.grad for name, one in plainly.named_parameters() if one.grad is not None}
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert_same_gradients(expected, found)
+
+
+@pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated")
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_layers_that_were_scripted_are_planned(engine: Any) -> None:
+    def train(budget: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3))
+        model = nn.Sequential(*map(torch.jit.script, layers))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        attached = budget and recollect.attach(model, optimizer, budget, engine=engine)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(512, 8)).square().mean().backward()
+            optimizer.step()
+        if attached:
+            assert attached.plan is not None and attached.plan.predicted_slowdown
+            attached.remove()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    train(None)  # From the second time on, TorchScript differentiates them by itself, to other bits.
+    assert all(map(torch.equal, train("80%"), train(None)))

@@ -320,6 +320,23 @@ def test_unknown_path() -> None:
         find_units(model, ["model.layer.0"])
 
 
+@pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated")
+def test_what_a_scripted_module_contains_is_no_unit() -> None:
+    stack = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)))
+    model = Holder(stack=torch.jit.script(stack), other=torch.jit.script(stack))
+    assert [unit.path for unit in find_units(model)] == ["stack", "other"]
+    runs = "was scripted or traced by torch.jit, and runs the modules that it contains without Python"
+    message = (
+        rf"^cannot plan 'stack\.0' of Holder: 'stack' in it {runs}\. Name 'stack', or script the layers one by one"
+    )
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_units(model, ["stack.0"])
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^cannot plan \w+: it {runs}\. Script the layers one by one, not what"
+    ):
+        find_units(model.stack)
+
+
 @pytest.mark.parametrize(
     ("paths", "inner", "outer"),
     [
