@@ -575,10 +575,16 @@ MUTATIONS = (
         ((" and not data_parallelism_runs():", ":"),),
     ),
     Mutation(
+        "compiled-backwards-unmeasured",
+        "what compiled code in a layer allocates in backward is left out of predictions",
+        "recording/compiled_code.py",
+        (("        self.ran_compiled = True\n", ""), ("self._run, self._node = costs.begin_unseen(), node", "return")),
+    ),
+    Mutation(
         "compiled-code-holds-nothing",
         "what compiled code in a layer is given in backward counts as free once autograd has handed it over",
         "recording",
-        (("return tensor if packed.need is None else self._needed(tensor, packed.need)", "return tensor"),),
+        (("tensor = tensor if packed.need is None else self._needed(tensor, packed.need)", ""),),
     ),
     Mutation(
         "larger-inputs-unseen",

@@ -247,6 +247,11 @@ def python_backward() -> type | None:
     return getattr(torch._C._current_autograd_node(), "_forward_cls", None)
 
 
+def is_compiled(function: type | None) -> bool:
+    """Whether a Function is one of those as which `torch.compile` runs its code, whose ops no mode sees."""
+    return hasattr(function, "compiled_bw")
+
+
 def goes_everywhere(node: Any) -> bool:
     """Whether the running backward goes on to all that follows a node, and not only to what a part of the gradients needs."""
     following = [one for one, _ in node.next_functions if one is not None]

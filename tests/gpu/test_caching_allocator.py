@@ -11,6 +11,7 @@ import torch
 
 import recollect
 from device_steps import sized
+from recollect.measuring.meter import CudaOpPeaks
 from recollect.profile.profile import block_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -24,6 +25,23 @@ def _simulated(device: torch.device, nbytes: int) -> int:
 
 def _tensor(device: torch.device, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def test_code_that_runs_ops_has_a_peak_from_when_it_began_last(cuda: torch.device) -> None:
+    peaks = CudaOpPeaks(cuda)
+    with peaks.recording():
+        peaks.begin()
+        saved = _tensor(cuda, 4 * KIB)
+        peaks.begin_again()
+        made = _tensor(cuda, 3 * KIB)
+        peaks.begin()
+        _tensor(cuda, 2 * KIB)
+        peaks.end()
+        del made
+        last = _tensor(cuda, KIB)
+        peaks.end()
+    assert (saved.nbytes, last.nbytes) == (4 * KIB, KIB)
+    assert peaks.peaks_bytes() == [5 * KIB, 2 * KIB]
 
 
 @pytest.mark.parametrize("nbytes", SMALL_BYTES)

@@ -23,8 +23,10 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import assemble
+from recollect.recording.compiled_code import UnseenStorages
 from recollect.recording.find_units import find_units
-from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.recording_tape import RecordingTape
+from recollect.recording.step_mode import StepMode
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.unit_samples import UnitSamples
 
@@ -58,17 +60,18 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     model.zero_grad(set_to_none=True)
     costs = ModelledTimes()
     recorder = StepRecorder(costs, torch.device("cpu"), None, traces=False)
+    unseen = UnseenStorages(recorder, torch.device("cpu"), model.parameters)
     found = find_units(model, units)
     groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
     recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
-    tape = RecordingTape(DropAll(), recorder, UnitSamples(model, torch.device("cpu"), takes_any=False))
+    tape = RecordingTape(DropAll(), unseen, UnitSamples(model, torch.device("cpu"), takes_any=False))
     with ExitStack() as stack:
         stack.callback(recorder.close)
         stack.enter_context(apply_policy(model, [unit.path for unit in found], tape))
         stack.callback(register_optimizer_step_pre_hook(lambda *_: recorder.begin_phase(events.OPTIMIZER)).remove)
         recorder.begin_phase(events.FORWARD)
-        with costs.recording(), StepMode(recorder):
+        with costs.recording(), StepMode(unseen):
             step()
     model.zero_grad(set_to_none=True)
     layers = {unit.path for unit in found if unit.is_layer}

@@ -134,6 +134,29 @@ class MeasuredCosts:
             samples.append(function_s)
         return OpRun(key, numbers[-1])
 
+    @contextmanager
+    def unseen(self) -> Iterator[OpRun]:
+        """Measure the memory of code whose ops no mode sees."""
+        run = self.begin_unseen()
+        try:
+            yield run
+        finally:
+            self.end_unseen()
+
+    def begin_unseen(self) -> OpRun:
+        run = OpRun(("unseen", self._num_runs), self._num_runs)
+        self._num_runs += 1
+        self._seconds[run.key], self._numbers[run.key] = [0.0], [run.number]
+        self._memory.begin()
+        return run
+
+    def begin_unseen_again(self) -> None:
+        """Take the code that is running for code that begins now."""
+        self._memory.begin_again()
+
+    def end_unseen(self) -> None:
+        self._memory.end()
+
     def seconds_of(self, run: OpRun | None) -> float:
         return statistics.median(self._seconds[run.key]) if run is not None else 0.0
 

@@ -244,7 +244,8 @@ def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
 class CpuOpPeaks:
     """Measures the bytes that each op of a step needs, its results and the kernel's workspace together.
 
-    It splits the allocator's events of the whole step at marks: allocations of one byte before and after each op.
+    It splits the allocator's events of the whole step at marks: allocations of one byte before and after each op. Ops may run
+    others.
 
     Attributes:
         step_bytes: most bytes alive in the step, of all tensors that Python can reach; 0 unless it knows those from before.
@@ -252,8 +253,9 @@ class CpuOpPeaks:
 
     def __init__(self) -> None:
         self.step_bytes = 0
-        # Kept to the end: no other allocation can get the address of a mark.
-        self._marks: list[torch.UntypedStorage] = []
+        # Where ops begin and end. Kept to the end: no other allocation can get the address of a mark.
+        self._marks: list[list[torch.UntypedStorage]] = []
+        self._running: list[list[torch.UntypedStorage]] = []
         self._events: list[tuple[int, int]] = []
 
     @contextmanager
@@ -262,36 +264,50 @@ class CpuOpPeaks:
         with traced("record", before or Deaths(())) as self._events:
             yield
         if before is not None:
-            marks = {mark.data_ptr() for mark in self._marks}
+            marks = self._addresses()
             events = [event for event in self._events if abs(event[1]) != 1 or event[0] not in marks]
             self.step_bytes = before.start_bytes + added_up(events)[0]
 
     def begin(self) -> None:
-        # Made directly, not by an op: dispatch modes do not see it.
-        self._marks.append(torch.UntypedStorage(1, device="cpu"))
+        self._running.append([_mark()])
+        self._marks.append(self._running[-1])
 
-    end = begin
+    def begin_again(self) -> None:
+        """Take the op that is running for one that begins now."""
+        self._running[-1].insert(0, _mark())
+
+    def end(self) -> None:
+        self._running.pop().append(_mark())
 
     def peaks_bytes(self) -> list[int]:
         """Return the peak growth of each op, from running sums between its marks."""
-        addresses = {mark.data_ptr() for mark in self._marks}
+        addresses = self._addresses()
         positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
         # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
-        order = [positions.get(mark.data_ptr(), -1) for mark in self._marks]
-        if num_missing := order.count(-1):
+        order = [[positions.get(mark.data_ptr(), -1) for mark in (own[0], own[-1])] for own in self._marks]
+        if num_missing := sum(order, []).count(-1):
             raise MeterError(
-                f"record: the trace of the allocator lacks {num_missing} of the {len(order)} marks around ops, as if they had "
-                "run on a different thread. Record again, with the whole step on one thread and under no profiler."
+                f"record: the trace of the allocator lacks {num_missing} of the {2 * len(order)} marks around ops, as if they "
+                "had run on a different thread. Record again, with the whole step on one thread and under no profiler."
             )
         peaks: list[int] = []
-        for begin, end in zip(order[::2], order[1::2], strict=True):
+        for begin, end in order:
             total_bytes = peak_bytes = 0
             for address, num_bytes in self._events[begin + 1 : end]:
-                total_bytes += num_bytes if address != OLDER else 0
+                is_mark = num_bytes == 1 and address in positions
+                total_bytes += 0 if is_mark or address == OLDER else num_bytes
                 peak_bytes = max(peak_bytes, total_bytes)
             peaks.append(peak_bytes)
         self._marks, self._events = [], []
         return peaks
+
+    def _addresses(self) -> set[int]:
+        return {mark.data_ptr() for own in self._marks for mark in own}
+
+
+def _mark() -> torch.UntypedStorage:
+    # Made directly, not by an op: dispatch modes do not see it.
+    return torch.UntypedStorage(1, device="cpu")
 
 
 class CudaOpPeaks:
@@ -300,7 +316,8 @@ class CudaOpPeaks:
     def __init__(self, device: torch.device) -> None:
         self.step_bytes = 0
         self._device = device
-        self._start_bytes = 0
+        # Of the ops that run: their numbers, and the bytes at their start.
+        self._running: list[tuple[int, int]] = []
         self._peaks_bytes: list[int] = []
 
     @contextmanager
@@ -312,15 +329,28 @@ class CudaOpPeaks:
         self._note()
 
     def _note(self) -> None:
-        self.step_bytes = max(self.step_bytes, torch.cuda.max_memory_allocated(self._device))
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self.step_bytes = max(self.step_bytes, peak_bytes)
+        for number, start_bytes in self._running:
+            self._peaks_bytes[number] = max(self._peaks_bytes[number], peak_bytes - start_bytes)
 
     def begin(self) -> None:
         self._note()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._start_bytes = torch.cuda.memory_allocated(self._device)
+        self._running.append((len(self._peaks_bytes), torch.cuda.memory_allocated(self._device)))
+        self._peaks_bytes.append(0)
+
+    def begin_again(self) -> None:
+        """Take the op that is running for one that begins now."""
+        self._note()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        number, _ = self._running.pop()
+        self._running.append((number, torch.cuda.memory_allocated(self._device)))
+        self._peaks_bytes[number] = 0
 
     def end(self) -> None:
-        self._peaks_bytes.append(torch.cuda.max_memory_allocated(self._device) - self._start_bytes)
+        self._note()
+        self._running.pop()
 
     def peaks_bytes(self) -> list[int]:
         return self._peaks_bytes

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, gathers_parameters
-from recollect._torch_functions import python_backward
+from recollect._torch_functions import is_compiled, python_backward
 from recollect._torch_private import (
-    current_autograd_node,
     is_fake_tensor,
     next_autograd_node,
     transforms_are_active,
@@ -19,7 +18,7 @@ from recollect._torch_private import (
     untraced,
 )
 from recollect.costs.op_costs import RunsAgain
-from recollect.engine.facts import OpFacts, OpMode, facts_of
+from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
@@ -31,6 +30,7 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
+from recollect.recording.compiled_code import CompiledForward, UnseenStorages
 from recollect.recording.event_log import Mark, Need
 from recollect.recording.restored_state import attributes_of
 from recollect.recording.step_recorder import StepRecorder
@@ -83,11 +83,11 @@ class RecordingTape(Tape):
     """
 
     def __init__(
-        self, policy: Policy, recorder: StepRecorder, samples: UnitSamples, *, agreement: Agreement | None = None
+        self, policy: Policy, unseen: UnseenStorages, samples: UnitSamples, *, agreement: Agreement | None = None
     ) -> None:
         # Modules never settle: a unit is recorded in full each time it runs.
         super().__init__(policy, runs_to_settle=sys.maxsize, agreement=agreement)
-        self.recorder = recorder
+        self.unseen, self.recorder = unseen, unseen.recorder
         self.samples = samples
         self.kept = WeakMap[bool]()
         self.is_kept_op = self.is_unfilled = False
@@ -157,13 +157,16 @@ class RecordingTape(Tape):
         if packed.need is not None:
             if self.recorder.reached is not None:
                 self.recorder.reached.note()
+            self.unseen.end_compiled()
             self.recorder.use(packed.need.index, packed.saver)
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
         if tracker_of(storage_of(tensor)) is None:
             # A copy, or a value recomputed unseen, not an input of the step.
             self.recorder.trackers.mark_persistent([tensor])
-        return tensor if packed.need is None else self._needed(tensor, packed.need)
+        tensor = tensor if packed.need is None else self._needed(tensor, packed.need)
+        self.unseen.begin_compiled(tensor, packed)
+        return tensor
 
     def _needed(self, tensor: torch.Tensor, need: Need) -> torch.Tensor:
         """Return the tensor for backward; the need dies with the tensor if that may outlive autograd's hold on it."""
@@ -286,7 +289,10 @@ class _RecordingMode(FunctionMode):
     def watch_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.function is None:
             self._function_mark = self.recorder.mark()
-        return super().watch_function(function, args, kwargs)
+        watcher = super().watch_function(function, args, kwargs)
+        if watcher is None or not is_compiled(function):
+            return watcher
+        return CompiledForward(self.tape.unseen, function, watcher)
 
     def end_function(self, run: FunctionRun) -> None:
         super().end_function(run)
@@ -368,28 +374,3 @@ def _warn_of_kept(function: str, reason: str) -> None:
         f"No plan can drop what Transformer Engine's {function} makes and saves: {reason}. Its linear layers and its fused "
         "rotary embedding run again in 16 bits without Userbuffers; with collectives in them, if all ranks run one plan."
     )
-
-
-class StepMode(OpMode):
-    """Sees every op of the step, below the tape, and runs it with the recorder's costs."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        recorder = self.recorder
-        if recorder.is_recomputing or recorder.event_log.is_over or self.is_foreign():
-            return func(*args, **kwargs)
-        facts = facts_of(func)
-        if func is torch.ops.aten.detach.default and current_autograd_node() >= 0:
-            recorder.note_present(args[0])  # A parameter gets its gradient, which compiled code has made unseen.
-        if facts.is_view or facts.is_lazy:
-            return func(*args, **kwargs)
-        if recorder.reached is not None:
-            recorder.reached.note()
-        output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
-        recorder.after_op(func, facts, args, kwargs, output, run)
-        if recorder.ranks is not None:
-            recorder.ranks.after_op(func, facts, args, kwargs, output)
-        return output

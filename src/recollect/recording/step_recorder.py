@@ -1,8 +1,8 @@
 """Collect the ops, values and memory events of one training step.
 
-Two modes see every op (`recording_tape.py`): first, inside a unit's forward, the tape's own mode, which names all values
-and drops them; then, around the whole step, `StepMode`, which measures ops. A weak reference to each storage is
-added to the events when that dies (`trackers.py`), so deaths are logged exactly when they happen.
+Two modes see every op: first, inside a unit's forward, the tape's own (`recording_tape.py`), which names all values and drops
+them; then, around the whole step, `StepMode` (`step_mode.py`), which measures ops. A weak reference to each storage is added to
+the events when that dies (`trackers.py`), so deaths are logged exactly when they happen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,7 +162,7 @@ class StepRecorder:
             elif self.current is None:
                 self.note_reads((args, kwargs))
                 self.keep_overwritten(facts.written_by(args, kwargs))
-            self._note_other(run)
+            self.note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
         elif facts.writes:
@@ -195,9 +195,8 @@ class StepRecorder:
 
     def _track(self, storage: torch.UntypedStorage, node: int, event: int = ALLOC, *operands: int) -> None:
         """Log a new storage from outside of the units, and track it; `node`: the formula of autograd that made it."""
-        number = self.new_storage()
-        self.log(event, number, *operands, storage.nbytes())
-        self.trackers.attach(storage, TrackedOther(number, node))
+        self.log(event, self.new_storage(), *operands, storage.nbytes())
+        self.trackers.attach(storage, TrackedOther(self.num_storages - 1, node))
 
     def new_storage(self) -> int:
         self.num_storages += 1
@@ -214,13 +213,6 @@ class StepRecorder:
                 self.trackers.mark_persistent([tensor])
                 if not (self.has_run_backward and self.is_counted(storage)):
                     self.read_bytes += storage.nbytes()
-
-    def note_present(self, tensor: torch.Tensor) -> None:
-        """Log a storage that exists when the step begins, and may die in it."""
-        for part in strided_tensors(tensor):
-            storage = part.untyped_storage()
-            if tracker_of(storage) is None:
-                self._track(storage, -1)
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat the tensors that parameters hold as theirs, though the step made them: FSDP2 has gathered them."""
@@ -252,7 +244,7 @@ class StepRecorder:
         else:
             tracker.empty()
 
-    def _note_other(self, run: OpRun) -> None:
+    def note_other(self, run: OpRun) -> None:
         self.other_runs.append(run)
         self.log(events.WORK, len(self.other_runs) - 1)
 
@@ -288,7 +280,7 @@ class StepRecorder:
         call = self.calls[index]
         fresh = list(_made(results_of(output), args, kwargs))
         if not fresh:
-            self._note_other(run)
+            self.note_other(run)
             return
         arguments = tree_leaves((args, kwargs))[facts.ignores_first(args, kwargs) :]
         inputs = self._inputs(map(storage_of, arguments))
@@ -305,8 +297,8 @@ class StepRecorder:
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
         self.log(events.OP, index, len(call.ops) - 1)
 
-    def note_opaque(self, storage: torch.UntypedStorage) -> TrackedValue | None:
-        """Add a value that autograd saved and no op computed: the result of an unseen kernel, which can only be kept."""
+    def note_opaque(self, storage: torch.UntypedStorage, run: OpRun | None = None) -> TrackedValue | None:
+        """Add a value that no op computed: the result of an unseen kernel, which can only be kept."""
         if self.current is None:
             return None
         call = self.calls[self.current]
@@ -314,7 +306,7 @@ class StepRecorder:
         call.values.append(RecordedValue(name, storage.nbytes(), len(call.ops), must_keep=True, stays=True))
         tracker = TrackedValue(self.current, len(call.values) - 1)
         self.trackers.attach(storage, tracker)
-        call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
+        call.ops.append(RecordedOp(name, (), (tracker.value,), run))
         self.log(events.OP, self.current, len(call.ops) - 1)
         return tracker
 
@@ -362,7 +354,7 @@ class StepRecorder:
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
             self.keep_overwritten(written)
-            self._note_other(run)
+            self.note_other(run)
             return
         self.keep(written[1:])  # The record says of one value what it held before.
         old = tracker.value

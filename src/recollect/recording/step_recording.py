@@ -32,12 +32,14 @@ from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.recording.assemble import assemble
+from recollect.recording.compiled_code import UnseenStorages
 from recollect.recording.find_units import Unit, class_names
 from recollect.recording.next_step import Leftover, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, beside_parameters, state_tensors
-from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.recording_tape import RecordingTape
 from recollect.recording.replicated_values import RanksWithParts
+from recollect.recording.step_mode import StepMode
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, keys_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
@@ -93,6 +95,7 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self._ranks = RanksWithParts.of(self.model, self.device, self._modelled)
         self.recorder = StepRecorder(self.costs, self.device, self._ranks, traces=self.traces)
+        self._unseen = UnseenStorages(self.recorder, self.device, self.model.parameters)
         self._runs_samples = self.engine == "compile"  # Else they are traced only.
         self._samples = UnitSamples(
             self.model,
@@ -161,7 +164,7 @@ class StepRecording:
         enter = self._stack.enter_context
         policy, paths = DropAll(but=self.lean_units), [unit.path for unit in self.units]
         agreement = Agreement("recording", is_alone=self.is_on_fake_tensors) if self.replays_collectives else None
-        tape = RecordingTape(policy, recorder, self._samples, agreement=agreement)
+        tape = RecordingTape(policy, self._unseen, self._samples, agreement=agreement)
         tape.note_attributes(self.model)
         try:
             enter(apply_policy(self.model, paths, tape))
@@ -172,13 +175,13 @@ class StepRecording:
             enter(freed_gradients(self._note_freed))
             enter(self.costs.recording(None if alive is None else Deaths(alive)))
             enter(modes_outlive_compiler())
-            enter(StepMode(recorder))
+            enter(StepMode(self._unseen))
         except BaseException:
             self.abort()
             raise
         recorder.begin_phase(events.FORWARD)
         for gradient in last_gradients:
-            recorder.note_present(gradient)
+            self._unseen.note_present(gradient)
 
     def _note_buckets(self) -> tuple[set[int], int]:
         """Count DDP's buckets; return the `id` of gradients that are parts of them, and their bytes."""
@@ -212,6 +215,7 @@ class StepRecording:
             for p in with_gradients
             for one in keys_outside(tensors_held([p.grad, *map(vars(p).get, ("grad_sample", "summed_grad"))]))
         }
+        self._unseen.forget_present(self._gradients)
         made = keys_outside(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()

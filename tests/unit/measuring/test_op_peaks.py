@@ -32,6 +32,23 @@ def test_each_op_has_its_own_peak() -> None:
     assert peaks.peaks_bytes() == [4000, 0, 500]
 
 
+def test_code_that_runs_ops_has_a_peak_from_when_it_began_last() -> None:
+    peaks = CpuOpPeaks()
+    with peaks.recording():
+        peaks.begin()
+        saved = torch.zeros(400, dtype=torch.uint8)
+        peaks.begin_again()
+        made = torch.zeros(300, dtype=torch.uint8)
+        peaks.begin()
+        torch.zeros(200, dtype=torch.uint8)
+        peaks.end()
+        del made
+        last = torch.zeros(100, dtype=torch.uint8)
+        peaks.end()
+    assert (saved.nbytes, last.nbytes) == (400, 100)
+    assert peaks.peaks_bytes() == [500, 200]
+
+
 def test_a_storage_that_dies_on_a_different_thread() -> None:
     """As those that a communication library holds: the allocator is traced on this thread only."""
     peaks = CpuOpPeaks()

@@ -5,6 +5,7 @@ On CUDA whatever else the allocator has grown by counts as workspaces of librari
 
 import gc
 from collections.abc import Callable
+from shutil import which
 
 import pytest
 import torch
@@ -153,18 +154,33 @@ def test_all_that_a_step_leaves_alive_is_known(frees: bool) -> None:
         assert left_bytes > (1 if has_state else 3) * storage_bytes(model.parameters())
 
 
-@torch.compile(backend="aot_eager")
 def _gated(x: Tensor) -> Tensor:
     return (x.tanh() * x.sigmoid()).relu()
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    """Its gradient is larger than what it gives back, and than what is alive in the backwards around it."""
+    gate, up = x.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
 @IGNORED
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
-def test_what_compiled_code_in_a_layer_is_given_in_backward_is_alive_as_long_as_it_holds_it(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "backend", "most_over_bytes"),
+    [
+        (_gated, "aot_eager", 2048),
+        pytest.param(_swiglu, "inductor", 2048, marks=pytest.mark.skipif(which("g++") is None, reason="compiles C++")),
+    ],
+)
+def test_what_compiled_code_in_a_layer_is_given_and_makes_in_backward_is_alive_as_long_as_it_holds_it(
+    code: Callable[[Tensor], Tensor], backend: str, most_over_bytes: int, kind: str
+) -> None:
     torch.manual_seed(0)
-    net, batch = Residual(inner=256), torch.randn(256, 32)
+    net, batch, compiled = Residual(inner=256), torch.randn(256, 32), torch.compile(code, backend=backend)
     for layer in net.layers:
-        layer[1] = Computes(lambda _, x: _gated(x))
+        layer[1] = Computes(lambda _, x: compiled(x))
+        layer[2] = nn.Linear(compiled(torch.ones(1, 256)).size(1), 32)
 
     def step() -> None:
         net.zero_grad()
@@ -176,4 +192,4 @@ def test_what_compiled_code_in_a_layer_is_given_in_backward_is_alive_as_long_as_
         step()
         net.zero_grad()
         measured = profile.persistent_bytes + measure_peak(step, device=CPU).peak_growth_bytes
-    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + most_over_bytes
