@@ -675,6 +675,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "namespaces-taken-for-layers",
+        "modules that only hold others are units, which never run: of autoencoders of latent diffusion nothing is planned",
+        "recording/find_units.py",
+        (("type(module) is nn.Module or isinstance(module, (nn.ModuleList", "isinstance(module, (nn.ModuleList"),),
+    ),
+    Mutation(
         "dicts-with-a-forward-not-called",
         "a class that derives from `nn.ModuleDict` and has a forward is taken for one that nobody calls",
         "recording/find_units.py",

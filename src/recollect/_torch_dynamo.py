@@ -241,8 +241,8 @@ def _call_unscripted(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
     """
     result = _call_wrapped(self, translator, args, kwargs)
     if isinstance(self.wrapper_obj, torch.jit.ScriptFunction):
-        made = tree_leaves(result.as_proxy())
-        if any(isinstance(one, fx.Proxy) and one.node.meta["example_value"].requires_grad for one in made):
+        made = [one.node.meta["example_value"] for one in tree_leaves(result.as_proxy()) if isinstance(one, fx.Proxy)]
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in made):
             raise Unsupported("torch.jit.script has a backward of its own")
     return result
 

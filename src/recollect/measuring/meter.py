@@ -285,7 +285,7 @@ class CpuOpPeaks:
         positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
         # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
         order = [[positions.get(mark.data_ptr(), -1) for mark in (own[0], own[-1])] for own in self._marks]
-        if num_missing := sum(order, []).count(-1):
+        if num_missing := sum(places.count(-1) for places in order):
             raise MeterError(
                 f"record: the trace of the allocator lacks {num_missing} of the {2 * len(order)} marks around ops, as if they "
                 "had run on a different thread. Record again, with the whole step on one thread and under no profiler."

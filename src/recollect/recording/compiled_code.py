@@ -78,7 +78,7 @@ class UnseenStorages:
     def begin_compiled(self, *saved: Any) -> None:
         """Measure what the backward needs that is running if it is compiled, from its last saved value on.
 
-        `saved`: the value that it gets, and the tape's copy, whose end is not to be taken for less that it needs.
+        `saved`: the value that it gets, and the tape's copy. They are held: their ends would count as memory that it frees.
         """
         costs, node = self.recorder.costs, current_autograd_node()
         if python_backward() not in self.functions or not isinstance(costs, MeasuredCosts):

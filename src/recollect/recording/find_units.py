@@ -31,8 +31,9 @@ class Unit:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward: lists of modules only hold them, but classes that derive from them may have one."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+    """Whether a module has a forward: lists of modules, and a plain `nn.Module` as a namespace, only hold others."""
+    only_holds = type(module) is nn.Module or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return not only_holds or "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Unit]:
@@ -113,7 +114,8 @@ def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) 
     if id(module) in layer_ids:
         return []
     if layer_ids.isdisjoint(map(id, module.modules())):
-        return [Unit(path, module, is_layer=False)] if is_called(module) else []
+        if is_called(module) or isinstance(module, _CONTAINERS):
+            return [Unit(path, module, is_layer=False)] if is_called(module) else []
     units: list[Unit] = []
     for name, child in _children(module):
         units += _cover(child, f"{path}.{name}".lstrip("."), layers, layer_ids)
@@ -171,12 +173,14 @@ def _outermost_repeated(
 ) -> set[str]:
     """Return the outermost modules with children, of a class that occurs twice among the children of one of `parents`.
 
+    A plain `nn.Module` that only holds others, as autoencoders of latent diffusion have them, counts as one of `parents`.
+
     `containers_too`: also containers among them; members of lists then count as children of the lists' owner.
     """
     children = [(f"{prefix}{name}", child) for name, child in _children(parent)]
     repeated: set[str] = set()
-    if isinstance(parent, parents):
-        plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
+    if isinstance(parent, parents) or (prefix and not is_called(parent)):
+        plain = [(path, child) for path, child in children if is_called(child) and not isinstance(child, _CONTAINERS)]
         counted = _called(parent, prefix) if containers_too else plain
         count = Counter(own_class(without_wrapper(child)) for _, child in counted)
         repeated = {p for p, child in counted if count[own_class(without_wrapper(child))] > 1 and _has_children(child)}

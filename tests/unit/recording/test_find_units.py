@@ -67,6 +67,25 @@ def test_what_holds_layers_under_different_names_is_no_unit() -> None:
         find_units(model, ["layers.1", "skip"])
 
 
+def test_plain_modules_that_only_hold_others_are_no_units() -> None:
+    """As stages of the autoencoders of latent diffusion, and what `torch.fx` leaves of a model's tree."""
+
+    def holding(**modules: nn.Module) -> nn.Module:
+        held = nn.Module()
+        for name, module in modules.items():
+            held.add_module(name, module)
+        return held
+
+    stages = (holding(block=nn.ModuleList([Block(), Block()]), down=nn.Linear(2, 2)) for _ in range(2))
+    model = Holder(stages=nn.ModuleList(stages), mid=holding(first=OtherBlock(), second=OtherBlock()))
+    blocks = [path for stage in (0, 1) for path in (f"stages.{stage}.block.{number}" for number in (0, 1))]
+    expected = [*blocks, "mid.first", "mid.second"], ["stages.0.down", "stages.1.down"]
+    units = find_units(model)
+    assert tuple([unit.path for unit in units if unit.is_layer is is_layer] for is_layer in (True, False)) == expected
+    layers = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    assert [unit.path for unit in find_units(torch.fx.symbolic_trace(nn.Sequential(*layers)))] == [""]
+
+
 def test_layers_that_are_replicated_each_have_a_class_of_their_own() -> None:
     layers = nn.ModuleList(replicate(Block()) for _ in range(3))
     units = find_units(Holder(stem=nn.Linear(2, 2), layers=layers, head=nn.Linear(2, 2)), None)
