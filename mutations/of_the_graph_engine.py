@@ -621,4 +621,10 @@ MUTATIONS = (
         "_torch_dynamo.py",
         ((' or getattr(type(function).__call__, "__code__", None)', ""),),
     ),
+    Mutation(
+        "namespaces-in-names-of-traces",
+        "models that torch.fx has flattened are left to the tape",
+        "_torch_dynamo.py",
+        (('if path.startswith("L[")', "if path"),),
+    ),
 )

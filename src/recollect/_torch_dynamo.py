@@ -289,13 +289,23 @@ _TO_MODULE = rf"{_WRAPPERS}*(?:\.__self__)?(?:\._orig_mod)*"
 _ROOT = re.compile(rf"^L\['[^']*'\](?:\[\d+\])*{_TO_MODULE}\.?")
 _GIVEN = re.compile(rf"\.forward(?={_WRAPPERS}|\.__self__){_TO_MODULE}")
 # How Dynamo names a part of a module whose class has a `__getattr__`, as those of diffusers have.
+_BY_NAME = re.compile(r"getattr\(([^()]*), '([^']*)'\)")
 _PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """Return (number of the call, path below the traced module) of the modules around a node, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [(key, _ROOT.sub("", _GIVEN.sub("", _PART.sub(r".\1", str(entry[0]))))) for key, entry in stack.items()]
+    paths = {key: _by_dots(str(entry[0])) for key, entry in (node.meta.get("nn_module_stack") or {}).items()}
+    # Code that `torch.fx` made has notes of modules that it does not call, by their paths before.
+    known = {key: path for key, path in paths.items() if path.startswith("L[")}
+    return [(key, _ROOT.sub("", _GIVEN.sub("", _PART.sub(r".\1", path)))) for key, path in known.items()]
+
+
+def _by_dots(path: str) -> str:
+    """Write names that are numbers as others are, which `torch.fx` gives to attributes: `getattr(layers, '0')`."""
+    while (found := _BY_NAME.sub(r"\1.\2", path)) != path:
+        path = found
+    return path
 
 
 def paths_around(

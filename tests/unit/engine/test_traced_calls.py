@@ -61,6 +61,15 @@ def is_equal(run: Callable[[Any], Tensor], new: Callable[[], nn.Module] = model,
     return handle
 
 
+def test_a_model_that_fx_has_flattened() -> None:
+    """Its code has the ops of modules that are there by name only."""
+    plain, planned = (torch.fx.symbolic_trace(model(dropout=0.0)) for _ in range(2))
+    with traced(planned, [""], FULL) as handle:
+        for _ in range(3):
+            assert_same_gradients(step(plain), step(planned))
+    assert (num_tape_calls(handle), traced_forwards(handle)[0].why_not) == (1, "")
+
+
 def _tied() -> nn.Module:
     made = model()
     made[2].up.weight = made[0].up.weight  # type: ignore[union-attr]
