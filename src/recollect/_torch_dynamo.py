@@ -288,8 +288,9 @@ _WRAPPERS = r"(?:\.(?:__wrapped__|__func__|func|args\[\d+\]|__closure__\[\d+\]\.
 _TO_MODULE = rf"{_WRAPPERS}*(?:\.__self__)?(?:\._orig_mod)*"
 _ROOT = re.compile(rf"^L\['[^']*'\](?:\[\d+\])*{_TO_MODULE}\.?")
 _GIVEN = re.compile(rf"\.forward(?={_WRAPPERS}|\.__self__){_TO_MODULE}")
-# How Dynamo names a part of a module whose class has a `__getattr__`, as those of diffusers have.
+# And a part whose name is a number, as `torch.fx` gives them to attributes: `getattr(layers, '0')`.
 _BY_NAME = re.compile(r"getattr\(([^()]*), '([^']*)'\)")
+# And a part of a module whose class has a `__getattr__`, as those of diffusers have.
 _PART = re.compile(r"\.__dict__\['_modules'\]\['([^']*)'\]")
 
 
@@ -302,7 +303,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def _by_dots(path: str) -> str:
-    """Write names that are numbers as others are, which `torch.fx` gives to attributes: `getattr(layers, '0')`."""
+    """Write names that are numbers as others are."""
     while (found := _BY_NAME.sub(r"\1.\2", path)) != path:
         path = found
     return path

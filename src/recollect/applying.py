@@ -20,7 +20,7 @@ from recollect.costs.host_copies import warn_if_link_is_slower
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
 from recollect.engine.compiled.compiled_engine import named_as_inside
 from recollect.engine.eager_forward import EagerForward, eager_forwards
-from recollect.engine.placed_forward import Applied, PlacedForward, unit_module
+from recollect.engine.placed_forward import Applied, PlacedForward, unit_modules
 from recollect.engine.plan_per_micro_batch import PlanPerMicroBatch
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
@@ -145,7 +145,7 @@ def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForw
 
 
 def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[PlacedForward]:
-    modules = {path: unit_module(model, path) for path in plan.units}
+    modules = unit_modules(model, plan.units)
     for path, unit in plan.units.items():
         if unit.engine is EngineChoice.COMPILE:
             _check_value_names(without_compiler(modules[path]), path, named_as_inside(unit.actions))

@@ -11,7 +11,7 @@ from recollect.applying import apply_policy
 from recollect.engine.eager_forward import eager_forwards
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.engine.graph.noting_tape import NotingTape
-from recollect.engine.placed_forward import Applied, unit_module
+from recollect.engine.placed_forward import Applied, unit_modules
 from recollect.engine.tape_forwards import scopes_by_unit
 
 
@@ -31,7 +31,7 @@ def applied(engine: str, model: Model, policy: Policy) -> Applied:
 
 def traced(model: nn.Module, paths: Sequence[str], policy: Policy) -> Applied:
     tape = CountingTape(policy)
-    units = {path: unit_module(model, path) for path in paths}
+    units = unit_modules(model, paths)
     scopes = scopes_by_unit(units, tape)
     # Units share traces if the policy tells them apart by nothing.
     forwards = [

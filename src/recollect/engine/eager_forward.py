@@ -19,7 +19,7 @@ from recollect._torch_private import (
     without_compiler,
 )
 from recollect.engine.own_checkpoints import running_unit
-from recollect.engine.placed_forward import PlacedForward, placed_call, unit_module
+from recollect.engine.placed_forward import PlacedForward, placed_call, unit_modules
 from recollect.engine.tape import Tape
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
@@ -45,7 +45,7 @@ def eager_forwards(
     """
     placed = list(placed)
     known = {id(forward.module) for forward in placed}
-    known |= {id(part) for path in compiled_paths for part in unit_module(model, path).modules()}
+    known |= {id(part) for unit in unit_modules(model, compiled_paths).values() for part in unit.modules()}
     units = set(unit_paths) if known else set()
     above = {path for unit in units for path in ("", *paths_above(unit))} - units
     forwards = [EagerForward(model.get_submodule(path)) for path in sorted(above)]

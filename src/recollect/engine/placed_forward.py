@@ -8,7 +8,7 @@ import inspect
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeVar
@@ -340,7 +340,16 @@ def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
 
 
 def unit_module(model: nn.Module, path: str) -> nn.Module:
+    return unit_modules(model, [path])[path]
+
+
+def unit_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules at paths; raise an error if a plan cannot have one of them as a unit."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    return {path: _checked(model, path, modules) for path in paths}
+
+
+def _checked(model: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     if path not in modules:
         named = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), "")
         reason = named and f"It has {named!r}: torch.compile(module) wraps it, while module.compile() keeps names."

@@ -15,13 +15,13 @@ from recollect._torch_private import has_compiled_forward, is_compiled_module
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
 from recollect.engine.own_checkpoints import running_unit, tell_once
-from recollect.engine.placed_forward import PlacedForward, placed_call, unit_module
+from recollect.engine.placed_forward import PlacedForward, placed_call, unit_modules
 from recollect.engine.tape import Tape
 from recollect.measuring.stopwatch import Stopwatch
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
-    units = {path: unit_module(model, path) for path in unit_paths}
+    units = unit_modules(model, unit_paths)
     unit_ids = {id(unit) for unit in units.values()}
     # A compiled forward is kept as a whole.
     seen = {path: unit for path, unit in units.items() if not has_compiled_forward(unit)}

@@ -17,7 +17,7 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.profile import events
 from recollect.profile.events import Key
 from recollect.recording.step_recorder import StepRecorder
-from recollect.recording.trackers import TrackedOther, tracker_of
+from recollect.recording.trackers import tracker_of
 
 
 class CompiledForward:
@@ -109,7 +109,7 @@ class UnseenStorages:
         """Log a storage that exists when the step begins, and may die in it."""
         for part in strided_tensors(tensor):
             if tracker_of(part.untyped_storage()) is None:
-                self._track(part.untyped_storage())
+                self.recorder.track(part.untyped_storage(), -1)
 
     def note_read(self, arguments: Any) -> None:
         """Log storages that an op of backward reads first: a compiled backward has made them."""
@@ -118,13 +118,7 @@ class UnseenStorages:
             if tracker_of(storage) is not None or tensor.device != self._device or not storage.nbytes():
                 continue
             if not any(own.untyped_storage() is storage for own in strided_tensors(list(self._parameters()))):
-                self._met.add(self._track(storage))
-
-    def _track(self, storage: torch.UntypedStorage) -> int:
-        number = self.recorder.new_storage()
-        self.recorder.log(events.ALLOC, number, storage.nbytes())
-        self.recorder.trackers.attach(storage, TrackedOther(number, -1))
-        return number
+                self._met.add(self.recorder.track(storage, -1))
 
     def forget_present(self, gradients: Container[Key]) -> None:
         """Take out of the record what outlives the step, except gradients: it was there before."""

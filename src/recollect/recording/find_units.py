@@ -10,7 +10,7 @@ from torch import nn
 from recollect._torch_private import without_wrapper
 from recollect._torch_replicate import own_class
 from recollect.arguments import listed
-from recollect.engine.placed_forward import unit_module
+from recollect.engine.placed_forward import unit_modules
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
 
@@ -44,7 +44,6 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
     """
-    unit_module(model, "")  # It raises an error if the model was scripted.
     layers = _named_layers(model, paths) if paths is not None else _outermost(model, _find_layers(model))
     if not layers:
         raise UnsupportedModelError(
@@ -83,22 +82,20 @@ def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
-    known = dict(model.named_modules(remove_duplicate=False))
-    chosen = set(listed(paths) or [])
-    inside = {path: _inside([known[path]]) for path in chosen & known.keys()}
-    for path in chosen:
-        unit_module(model, path)  # It raises an error if there is none.
+    known = unit_modules(model, set(listed(paths) or []))
+    inside = {path: _inside([module]) for path, module in known.items()}
+    for path in known:
         outer = [other for other, parts in inside.items() if id(known[path]) in parts]
         if outer:
             raise UnknownNameError(
                 kind="separate unit", name=path, known=outer, where=f"{unit_words(outer[0])} contains it:"
             )
-    return chosen
+    return set(known)
 
 
 def _outermost(model: nn.Module, layers: set[str]) -> set[str]:
     """Return the paths without those of modules that others contain: a model may list parts of its layers, too."""
-    modules = {path: model.get_submodule(path) for path in layers}
+    modules = unit_modules(model, layers)
     inside = _inside(modules.values())
     return {path for path, module in modules.items() if id(module) not in inside}
 
@@ -114,8 +111,10 @@ def _cover(module: nn.Module, path: str, layers: set[str], layer_ids: set[int]) 
     if id(module) in layer_ids:
         return []
     if layer_ids.isdisjoint(map(id, module.modules())):
-        if is_called(module) or isinstance(module, _CONTAINERS):
-            return [Unit(path, module, is_layer=False)] if is_called(module) else []
+        if is_called(module):
+            return [Unit(path, module, is_layer=False)]
+        if isinstance(module, _CONTAINERS):
+            return []
     units: list[Unit] = []
     for name, child in _children(module):
         units += _cover(child, f"{path}.{name}".lstrip("."), layers, layer_ids)

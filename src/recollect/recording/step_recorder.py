@@ -190,13 +190,18 @@ class StepRecorder:
         if not (addend.made == node if is_fill else func is _ADD and node not in (addend.made, addend.used)):
             return False
         sums = () if args[0]._is_view() else (addend.storage,)
-        self._track(total, node, events.SUM if sums else events.ALLOC, *sums)
+        self.track(total, node, events.SUM if sums else events.ALLOC, *sums)
         return True
 
-    def _track(self, storage: torch.UntypedStorage, node: int, event: int = ALLOC, *operands: int) -> None:
-        """Log a new storage from outside of the units, and track it; `node`: the formula of autograd that made it."""
-        self.log(event, self.new_storage(), *operands, storage.nbytes())
-        self.trackers.attach(storage, TrackedOther(self.num_storages - 1, node))
+    def track(self, storage: torch.UntypedStorage, node: int, event: int = ALLOC, *operands: int) -> int:
+        """Log a new storage from outside of the units, and track it; return its number.
+
+        `node`: the formula of autograd that made it.
+        """
+        number = self.new_storage()
+        self.log(event, number, *operands, storage.nbytes())
+        self.trackers.attach(storage, TrackedOther(number, node))
+        return number
 
     def new_storage(self) -> int:
         self.num_storages += 1
@@ -376,7 +381,7 @@ class StepRecorder:
             if isinstance(tracker, TrackedOther):
                 tracker.used = node
         for _, storage in _made(tree_leaves(output), args, kwargs):
-            self._track(storage, node)
+            self.track(storage, node)
 
     def close(self) -> None:
         self.event_log.end()

@@ -167,14 +167,14 @@ def _swiglu(x: Tensor) -> Tensor:
 @IGNORED
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
 @pytest.mark.parametrize(
-    ("code", "backend", "most_over_bytes"),
+    ("code", "backend"),
     [
-        (_gated, "aot_eager", 2048),
-        pytest.param(_swiglu, "inductor", 2048, marks=pytest.mark.skipif(which("g++") is None, reason="compiles C++")),
+        (_gated, "aot_eager"),
+        pytest.param(_swiglu, "inductor", marks=pytest.mark.skipif(which("g++") is None, reason="compiles C++")),
     ],
 )
 def test_what_compiled_code_in_a_layer_is_given_and_makes_in_backward_is_alive_as_long_as_it_holds_it(
-    code: Callable[[Tensor], Tensor], backend: str, most_over_bytes: int, kind: str
+    code: Callable[[Tensor], Tensor], backend: str, kind: str
 ) -> None:
     torch.manual_seed(0)
     net, batch, compiled = Residual(inner=256), torch.randn(256, 32), torch.compile(code, backend=backend)
@@ -192,4 +192,4 @@ def test_what_compiled_code_in_a_layer_is_given_and_makes_in_backward_is_alive_a
         step()
         net.zero_grad()
         measured = profile.persistent_bytes + measure_peak(step, device=CPU).peak_growth_bytes
-    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + most_over_bytes
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048

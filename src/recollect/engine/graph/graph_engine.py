@@ -45,7 +45,7 @@ from recollect.engine.graph.shared_memory import OtherMemoryError
 from recollect.engine.graph.trace import Trace
 from recollect.engine.opcall import NO_MODES, current_settings
 from recollect.engine.own_checkpoints import running_unit
-from recollect.engine.placed_forward import PlacedForward, compiled_by_user, placed_call, unit_module
+from recollect.engine.placed_forward import PlacedForward, compiled_by_user, placed_call, unit_modules
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape_forwards import ScopeForward, look_for_hooks, plain_submodules, scopes_by_unit
@@ -81,7 +81,7 @@ def graph_forwards(
 ) -> list[PlacedForward]:
     """Return forwards that run units from traces; units that recompute nothing run as before."""
     units = {path: unit for path, unit in units.items() if unit.recomputes_anything}
-    modules = {path: unit_module(model, path) for path in units}
+    modules = unit_modules(model, units)
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
     scopes = scopes_by_unit(modules, tape)
     return [
